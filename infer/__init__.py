@@ -1,0 +1,1 @@
+"""The inference engine, its drafters and its command line."""

@@ -1,0 +1,64 @@
+"""Where proposals come from.
+
+A drafter proposes; it never decides. The engine calls `propose` with the sequences that wait for a verification pass,
+verifies what it gets, and tells the drafter what came out through `observe`. A drafter that raises costs that step its
+draft, not the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..modules.acceptance import Verdict
+from ..modules.token_tree import TokenTree
+from .request import Sequence
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one verification pass taught about one sequence.
+
+    tree: the proposal as it was verified (the engine may have clipped the drafter's).
+    verdict: what was accepted.
+    logits: [nodes, vocab] raw target logits, row i predicts what follows node i. Valid during the call: copy what stays.
+    """
+
+    sequence: Sequence
+    tree: TokenTree
+    verdict: Verdict
+    logits: Tensor
+
+
+class Drafter:
+    """Base class of drafters, and the one that never drafts (autoregressive decoding).
+
+    A drafter may keep state per sequence under `sequence.sequence_id`; `release` is called when that sequence has ended,
+    however it ended. State must follow from `sequence.token_ids` and the observations: a sequence that was preempted comes
+    back with the same ids.
+    """
+
+    name = "ar"
+
+    def default_draft_tokens(self) -> int:
+        """The proposal size used when neither engine nor request sets one: nodes of a tree, or length of a chain."""
+        return 0
+
+    def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
+        """One tree per sequence, rooted at `sequence.token_ids[-1]`.
+
+        `sequence.draft_tokens` bounds the proposal (nodes of a tree with its root, or drafted tokens of a chain) and
+        `sequence.max_depth` how deep a node can be and still be emitted.
+        """
+        return [TokenTree.root(sequence.token_ids[-1]) for sequence in sequences]
+
+    def observe(self, observations: SequenceOf[Observation]) -> None:
+        """Learn from verified steps. Called once per pass, before what was emitted is handed to the user."""
+
+    def release(self, sequence_id: int) -> None:
+        """Forget a sequence that has ended."""
+
+    def reset(self) -> None:
+        """Forget everything learned across sequences: a used drafter behaves as a fresh one."""

@@ -1,0 +1,157 @@
+"""What a user asks for and what comes back: parameters, the running sequence, results. Host data only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import torch
+
+from ..modules.sampling import SamplingParams
+from .stats import SequenceStats
+
+FinishReason = Literal["stop", "length", "cancelled"]
+Origin = Literal["accepted", "corrected", "bonus"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationParams(SamplingParams):
+    """Everything one request can set. What shapes the distribution is inherited from SamplingParams.
+
+    method: name of the drafter ("ar" never drafts); None takes the engine's default.
+    draft_tokens: nodes of a tree, root included (the paper's capacity), or length of a chain; 0 turns drafting off, None
+        takes the drafter's own default.
+    max_new_tokens: never exceeded; 0 returns an empty text.
+    stop_token_ids: end the text, besides the model's own end-of-sequence ids; the id itself stays in `token_ids`.
+    stop: strings that end the text; they and what follows are not in it.
+    ignore_eos: go on past the model's own end-of-sequence ids.
+    n: number of texts per prompt; seeded ones use seed, seed + 1, ...
+    logprobs: number of most likely tokens to report at every position, or None. Values are log_softmax of the target's
+        raw logits, before temperature, penalties and filters.
+    namespace: requests share cached prefixes, and drafters what they remember, only within one namespace.
+
+    Raises ValueError naming the field and what would be valid.
+    """
+
+    method: str | None = None
+    draft_tokens: int | None = None
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    namespace: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop_token_ids", "stop"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
+        for name, least in (("draft_tokens", 0), ("max_new_tokens", 0), ("n", 1), ("logprobs", 0)):
+            value = getattr(self, name)
+            optional = name in ("draft_tokens", "logprobs")
+            if value is None and optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"{name} must be an integer of at least {least}{' or null' if optional else ''}, got {value!r}"
+                )
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        return [item.name for item in fields(cls)]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of an emitted token under the target, and of the most likely tokens there (id -> value)."""
+
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True)
+class TokenOrigin:
+    """Where an emitted token came from: how it passed, the drafter that ran, and the proposal node's own label.
+
+    `TokenOrigin("accepted", "logitspec", "ngram")`; a corrected or bonus token was drawn from the target, label "".
+    """
+
+    kind: Origin
+    drafter: str
+    source: str = ""
+
+
+@dataclass
+class Sequence:
+    """One running text. Owned by the engine; drafters read it.
+
+    token_ids: prompt and everything emitted. The last id has not been run by the model yet once decoding has begun.
+    draft_tokens, max_depth: bounds for the next proposal, set by the engine before `propose`.
+    generator: draws from the target, exactly one draw per emitted token where the proposal has no distributions;
+        draft_generator: draws of drafters. Both belong to this sequence alone.
+    """
+
+    sequence_id: int
+    request_id: str
+    params: GenerationParams
+    token_ids: list[int]
+    num_prompt: int
+    generator: torch.Generator
+    draft_generator: torch.Generator
+    index: int = 0
+    draft_tokens: int = 0
+    max_depth: int = 0
+    stats: SequenceStats = field(default_factory=SequenceStats)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    origins: list[TokenOrigin] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished text.
+
+    token_ids: emitted ids, a stop token included. text: decoded, without special tokens and without a stop string.
+    logprobs, origins: one per id (logprobs empty unless asked for). stats: see SequenceStats.
+    """
+
+    request_id: str
+    index: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stats: SequenceStats
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    origins: list[TokenOrigin] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What became certain of one text since its last chunk: whole characters only; `completion` comes with the last."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    origins: list[TokenOrigin] = field(default_factory=list)
+    completion: Completion | None = None
+
+
+Prompt = str | SequenceOf[int] | SequenceOf[dict[str, str]]

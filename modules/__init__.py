@@ -1,0 +1,1 @@
+"""What training and inference both compute with."""

@@ -1,0 +1,75 @@
+"""Attention over a ragged batch and a paged cache, behind one signature.
+
+The reference is torch's SDPA over gathered keys, one padded call per group of sequences. Query heads that share a key head
+are folded into the query axis, which on CPUs is several times faster than expanding or `enable_gqa`, and gathering costs
+little beside it. Soft-capped logits (Gemma 2) have no SDPA form and are computed by hand.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from .batch import AttentionGroup, RaggedBatch
+
+
+def paged_attention(
+    query: Float[Tensor, "tokens heads head_dim"],
+    keys: Float[Tensor, "slots kv_heads head_dim"],
+    values: Float[Tensor, "slots kv_heads head_dim"],
+    batch: RaggedBatch,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "tokens heads head_dim"]:
+    """What every new token reads from the tokens it may see.
+
+    keys and values are the cache of one layer, the new tokens already written; or, without a cache, those of the batch
+    itself. window: how many positions back a token sees, itself included (a sliding-window layer), None for all.
+    """
+    first, *others = batch.groups
+    if not others and first.query_index is None:
+        return _attend(query, keys, values, first, scaling, window, softcap)
+    output = torch.empty_like(query)
+    for group in batch.groups:
+        rows = query if group.query_index is None else query.index_select(0, group.query_index)
+        read = _attend(rows, keys, values, group, scaling, window, softcap)
+        if group.output_index is not None:
+            read = read.index_select(0, group.output_index)
+        output = read if group.flat_index is None else output.index_copy_(0, group.flat_index, read)
+    return output
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: AttentionGroup,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[seqs * queries, heads, head_dim] for one padded group."""
+    seqs, queries = group.num_seqs, group.num_queries
+    kv_heads, head_dim = keys.shape[1:]
+    fold = query.shape[1] // kv_heads
+    folded = query.view(seqs, queries, kv_heads, fold, head_dim).transpose(1, 2)
+    folded = folded.reshape(seqs, kv_heads, queries * fold, head_dim)
+    shape = (seqs, group.num_keys, kv_heads, head_dim)
+    k = keys.index_select(0, group.key_slots).view(shape).transpose(1, 2)
+    v = values.index_select(0, group.key_slots).view(shape).transpose(1, 2)
+    mask = group.mask(window, query.dtype, fold)
+    if softcap is None:
+        read = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling)
+    else:
+        scores = torch.tanh(folded @ k.transpose(2, 3) * (scaling / softcap)) * softcap
+        scores = scores if mask is None else scores + mask
+        read = torch.softmax(scores, dim=-1, dtype=_softmax_dtype(scores)).to(v.dtype) @ v
+    read = read.view(seqs, kv_heads, queries, fold, head_dim).transpose(1, 2)
+    return read.reshape(seqs * queries, kv_heads * fold, head_dim)
+
+
+def _softmax_dtype(scores: Tensor) -> torch.dtype:
+    return torch.promote_types(scores.dtype, torch.float32)

@@ -1,0 +1,198 @@
+"""A ragged batch: the new tokens of all sequences of one pass, laid flat, and the plan by which attention reads them.
+
+No linear layer sees padding; only attention knows where a sequence begins. For attention the sequences are put into a few
+groups of similar shape, each of which is one padded call. Prefill is a sequence with many new tokens; a token tree is a
+sequence whose new tokens have parents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BatchItem:
+    """One sequence's share of a pass.
+
+    token_ids: new tokens. parents: index of each new token's parent among the new ones, -1 for the first; None: a chain.
+    context_len: tokens before them in the cache. blocks: the sequence's block table, with room for the new tokens.
+    """
+
+    token_ids: Sequence[int]
+    context_len: int = 0
+    blocks: Sequence[int] = ()
+    parents: Sequence[int] | None = None
+
+    def ancestry(self) -> tuple[np.ndarray, np.ndarray]:
+        """([new] depth of each new token, [new, new] whether row's token sees column's: itself and its ancestors)."""
+        new = len(self.token_ids)
+        if self.parents is None:
+            return np.arange(new), np.tri(new, dtype=bool)
+        depths, sees = np.zeros(new, dtype=np.int64), np.eye(new, dtype=bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                depths[node] = depths[parent] + 1
+                sees[node] |= sees[parent]
+        return depths, sees
+
+
+@dataclass
+class AttentionGroup:
+    """Sequences that attend in one padded call.
+
+    query_index: [seqs * queries] rows of the flat batch, padded by repeating row 0; None when it is the whole batch in order.
+    output_index: [tokens of the group] places of the real queries in the padded ones; None when nothing is padded.
+    key_slots: [seqs * keys] where each key lies in the cache (or in the flat batch, without a cache).
+    visible: [seqs, queries, keys]. Positions are only read by sliding windows.
+    """
+
+    num_seqs: int
+    num_queries: int
+    num_keys: int
+    query_index: Int[Tensor, "padded_queries"] | None
+    output_index: Int[Tensor, "real_queries"] | None
+    flat_index: Int[Tensor, "real_queries"] | None
+    key_slots: Int[Tensor, "padded_keys"]
+    visible: Bool[Tensor, "seqs queries keys"]
+    query_positions: Int[Tensor, "seqs queries"]
+    key_positions: Int[Tensor, "seqs keys"]
+    masks: dict[tuple[int | None, torch.dtype, int], Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype, repeat: int) -> Tensor | None:
+        """[seqs, 1, queries * repeat, keys] additive mask, each query row `repeat` times; made once per pass."""
+        key = (window, dtype, repeat)
+        if key not in self.masks:
+            seen = self.visible
+            if window is not None:
+                seen = seen & (self.query_positions[:, :, None] - self.key_positions[:, None, :] < window)
+            if bool(seen.all()):
+                self.masks[key] = None
+            else:
+                mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+                self.masks[key] = mask.repeat_interleave(repeat, dim=1).unsqueeze(1)
+        return self.masks[key]
+
+
+@dataclass
+class RaggedBatch:
+    """token_ids, positions: [tokens]. cu_seqlens: where each sequence's new tokens begin, and the total at the end.
+
+    slot_mapping: [tokens] cache slot of each new token; None for a pass without a cache. rotary: the pass's position
+    embeddings, kept here by LayeredModel so that a pass run in several layer ranges computes them once.
+    """
+
+    token_ids: Int[Tensor, "tokens"]
+    positions: Int[Tensor, "tokens"]
+    cu_seqlens: list[int]
+    slot_mapping: Int[Tensor, "tokens"] | None
+    groups: list[AttentionGroup]
+    rotary: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cu_seqlens[-1]
+
+    @classmethod
+    def build(
+        cls, items: Sequence[BatchItem], block_size: int | None, device: torch.device | str = "cpu"
+    ) -> RaggedBatch:
+        """Lay the items flat. block_size None: no cache, every item stands alone (training, scoring)."""
+        if block_size is None and any(item.context_len for item in items):
+            raise ValueError("a pass without a cache has no context: context_len must be 0")
+        starts = np.cumsum([0, *(len(item.token_ids) for item in items)])
+        ancestry = [item.ancestry() for item in items]
+        keys = [_key_slots(item, int(start), block_size) for item, start in zip(items, starts, strict=False)]
+        groups = [_make_group(group, items, ancestry, keys, starts, device) for group in _grouped(items)]
+
+        def put(parts: list[np.ndarray]) -> Tensor:
+            return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+
+        return cls(
+            put([np.asarray(item.token_ids) for item in items]),
+            put([depths + item.context_len for item, (depths, _) in zip(items, ancestry, strict=True)]),
+            starts.tolist(),
+            None if block_size is None else put([k[item.context_len :] for item, k in zip(items, keys, strict=True)]),
+            groups,
+        )
+
+
+def _key_slots(item: BatchItem, start: int, block_size: int | None) -> np.ndarray:
+    """[context + new] slot of each token the item can attend to, in order of position."""
+    new = len(item.token_ids)
+    if block_size is None:
+        return np.arange(start, start + new)
+    slots = (np.asarray(item.blocks, dtype=np.int64)[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    assert len(slots) >= item.context_len + new, "a sequence's blocks have no room for its new tokens"
+    return slots[: item.context_len + new]
+
+
+def _grouped(items: Sequence[BatchItem], waste: float = 1.3, call: int = 2048) -> list[list[int]]:
+    """Indices of items that share a padded call: padding may add `waste` to the work, or `call` query-key pairs per item.
+
+    A call costs about as much as that many pairs, so tiny items are always put together.
+    """
+    shapes = [(len(item.token_ids), item.context_len + len(item.token_ids)) for item in items]
+    groups: list[list[int]] = []
+    real = 0
+    for index in sorted(range(len(items)), key=lambda i: shapes[i], reverse=True):
+        queries, keys = shapes[index]
+        if groups:
+            members = [*groups[-1], index]
+            padded = len(members) * shapes[members[0]][0] * max(shapes[i][1] for i in members)
+            if padded <= waste * (real + queries * keys) + call * len(members):
+                groups[-1], real = members, real + queries * keys
+                continue
+        groups.append([index])
+        real = queries * keys
+    return [sorted(group) for group in groups]
+
+
+def _make_group(
+    members: list[int],
+    items: Sequence[BatchItem],
+    ancestry: list[tuple[np.ndarray, np.ndarray]],
+    keys: list[np.ndarray],
+    starts: np.ndarray,
+    device: torch.device | str,
+) -> AttentionGroup:
+    seqs = len(members)
+    lengths = np.array([len(items[i].token_ids) for i in members])
+    queries, width = int(lengths.max()), max(len(keys[i]) for i in members)
+    slots = np.zeros((seqs, width), dtype=np.int64)
+    rows = np.zeros((seqs, queries), dtype=np.int64)
+    visible = np.zeros((seqs, queries, width), dtype=bool)
+    query_at, key_at = np.zeros((seqs, queries), dtype=np.int64), np.zeros((seqs, width), dtype=np.int64)
+    for row, i in enumerate(members):
+        new, context, (depths, sees) = lengths[row], items[i].context_len, ancestry[i]
+        slots[row, : context + new] = keys[i]
+        rows[row, :new] = np.arange(starts[i], starts[i] + new)
+        visible[row, :new, :context] = True
+        visible[row, :new, context : context + new] = sees
+        visible[row, new:, 0] = True  # a padded query must see something, or its softmax is NaN
+        query_at[row, :new] = context + depths
+        key_at[row, :context], key_at[row, context : context + new] = np.arange(context), context + depths
+
+    def put(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    real = (np.arange(queries) < lengths[:, None]).reshape(-1)
+    whole = seqs == len(items) and bool(real.all())
+    padded = not real.all()
+    return AttentionGroup(
+        seqs,
+        queries,
+        width,
+        None if whole else put(rows.reshape(-1)),
+        put(np.flatnonzero(real)) if padded else None,
+        None if whole else put(rows.reshape(-1)[real]),
+        put(slots.reshape(-1)),
+        put(visible),
+        put(query_at),
+        put(key_at),
+    )

@@ -1,0 +1,208 @@
+"""A Hugging Face causal language model as a stack that can be run in ranges of layers over a ragged batch.
+
+transformers provides the modelling code; nothing of it is copied. Its decoder layers hand unknown keyword arguments down to
+the attention function named in the configuration, so one registered function reaches the batch and the paged cache.
+Training and inference go through the same `run`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from .attention import paged_attention
+from .batch import RaggedBatch
+from .fast import FastLinear, FastNorm, layer_window, speed_up
+from .kv_cache import PagedKVCache
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "opt")
+"""Values of `model_type` that LayeredModel runs; "gemma3" is the multimodal checkpoint, of which the text part is used."""
+
+ATTENTION = "speclight_paged"
+
+
+def check_supported(config: Any) -> None:
+    """Raise ValueError, naming what is supported, for a model that cannot be run layer by layer. Needs no weights."""
+    if config.model_type not in SUPPORTED:
+        architecture = (getattr(config, "architectures", None) or ["unknown architecture"])[0]
+        raise ValueError(
+            f"model_type {config.model_type!r} ({architecture}) is not supported; supported: {', '.join(SUPPORTED)}"
+        )
+    if config.model_type == "opt" and getattr(config, "layerdrop", 0.0):
+        raise ValueError(f"layerdrop must be 0 for layer-wise execution, got {config.layerdrop}")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ValueError("use_bidirectional_attention must be off: only causal models can be decoded")
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ValueError(f"quantization_config ({method}) cannot be split into layers; use an unquantised checkpoint")
+
+
+@dataclass
+class Paged:
+    """What one layer's attention needs of a pass: the batch, and the cache it reads and writes (None: itself only)."""
+
+    batch: RaggedBatch
+    cache: PagedKVCache | None
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new keys and values, [tokens, kv_heads, head_dim], in their slots; returns what attention reads from."""
+        if self.cache is None:
+            return key, value
+        keys, values = self.cache.layer(layer)
+        keys.index_copy_(0, self.batch.slot_mapping, key)
+        values.index_copy_(0, self.batch.slot_mapping, value)
+        return keys, values
+
+
+def _attention_interface(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    paged: Paged | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature; query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
+    if paged is None:
+        raise RuntimeError("this model belongs to a LayeredModel: run it through LayeredModel.run")
+    heads = [x[0].transpose(0, 1) for x in (query, key, value)]
+    keys, values = paged.write(module.layer_idx, *heads[1:])
+    read = paged_attention(heads[0], keys, values, paged.batch, scaling, layer_window(module), softcap)
+    return read.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, _attention_interface)
+
+
+class LayeredModel(nn.Module):
+    """Takes over a transformers causal LM: embed, run any range of layers, logits.
+
+    The model passed in is changed in place (its attention, and with `fast` its modules) and should not be used otherwise.
+    fast: swap in the faster modules of `fast.py`, for inference only; off for training.
+
+    Raises ValueError for an unsupported architecture.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel, fast: bool = True) -> None:
+        super().__init__()
+        check_supported(hf_model.config)
+        self.config = hf_model.config.get_text_config()
+        decoder = hf_model.get_decoder()
+        decoder = getattr(decoder, "language_model", getattr(decoder, "decoder", decoder))
+        decoder.config._attn_implementation = ATTENTION
+        self.decoder, self.head = decoder, hf_model.get_output_embeddings()
+        self.norm = decoder.final_layer_norm if self.config.model_type == "opt" else decoder.norm
+        self.softcap = getattr(self.config, "final_logit_softcapping", None)
+        if fast:
+            self.requires_grad_(False).eval()
+            speed_up(decoder.layers)
+            self.head = FastLinear([self.head])
+            self.norm = FastNorm(self.norm) if type(self.norm).__name__.endswith("RMSNorm") else self.norm
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def num_kv_heads(self) -> int:
+        return getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.embed_tokens.weight.dtype
+
+    def new_cache(self, num_blocks: int, block_size: int = 16, prefix_caching: bool = True) -> PagedKVCache:
+        """An empty cache that fits this model."""
+        return PagedKVCache(
+            self.num_layers, self.num_kv_heads, self.head_dim, num_blocks, block_size, self.dtype, self.device, prefix_caching
+        )
+
+    def bytes_per_token(self) -> int:
+        """What one cached token costs over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def embed(self, batch: RaggedBatch) -> Float[Tensor, "tokens hidden"]:
+        """The residual stream before the first layer."""
+        hidden = self.decoder.embed_tokens(batch.token_ids)
+        if self.config.model_type != "opt":
+            return hidden
+        if self.decoder.project_in is not None:
+            hidden = self.decoder.project_in(hidden)
+        return hidden + self.decoder.embed_positions(None, position_ids=batch.positions)
+
+    def run(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        batch: RaggedBatch,
+        cache: PagedKVCache | None,
+        start: int,
+        stop: int,
+    ) -> Float[Tensor, "tokens hidden"]:
+        """The residual stream after layers [start, stop), from the one before them.
+
+        Writes the new tokens' keys and values of those layers into their slots. `run(run(h, a), b)` over adjacent ranges
+        equals one run over both, bit for bit. cache None: tokens see only the batch's own (training, scoring).
+        """
+        paged, states = Paged(batch, cache), hidden.unsqueeze(0)
+        for index in range(start, stop):
+            states = self.decoder.layers[index](
+                states,
+                attention_mask=None,
+                position_ids=batch.positions.unsqueeze(0),
+                position_embeddings=self._rotary(states, batch, index),
+                paged=paged,
+            )
+        return states.squeeze(0)
+
+    def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+        """Next-token logits from the residual stream after the last layer (or an earlier one: an early exit)."""
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        if getattr(self.decoder, "project_out", None) is not None:
+            hidden = self.decoder.project_out(hidden)
+        logits = self.head(hidden)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def forward(self, batch: RaggedBatch, cache: PagedKVCache | None = None) -> Float[Tensor, "tokens vocab"]:
+        """Logits after every new token: embed, all layers, logits."""
+        return self.logits(self.run(self.embed(batch), batch, cache, 0, self.num_layers))
+
+    def _rotary(self, states: Tensor, batch: RaggedBatch, layer: int) -> tuple[Tensor, Tensor] | None:
+        rotary = getattr(self.decoder, "rotary_emb", None)
+        if rotary is None:
+            return None
+        per_type = hasattr(rotary, "layer_types")
+        kind = self.config.layer_types[layer] if per_type else ""
+        if kind not in batch.rotary:
+            arguments = (kind,) if per_type else ()
+            batch.rotary[kind] = rotary(states, batch.positions.unsqueeze(0), *arguments)
+        return batch.rotary[kind]

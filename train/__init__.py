@@ -1,0 +1,1 @@
+"""Training of the heads that the engine serves."""
