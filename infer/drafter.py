@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..modules.acceptance import Verdict
+from ..modules.kv_cache import PagedKVCache
+from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
 from .request import Sequence
 
@@ -41,6 +43,11 @@ class Drafter:
     """
 
     name = "ar"
+    retrieves = False
+    """Whether proposals come from lookups, labelled "ngram" where one matched; statistics then count retrieval hits."""
+
+    def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
+        """Called once by the engine that takes the drafter: the target it drafts for and the target's cache."""
 
     def default_draft_tokens(self) -> int:
         """The proposal size used when neither engine nor request sets one: nodes of a tree, or length of a chain."""

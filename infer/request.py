@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
+from ..modules.kv_cache import CacheTable
 from ..modules.sampling import SamplingParams
 from .stats import SequenceStats
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 Origin = Literal["accepted", "corrected", "bonus"]
 
 
@@ -88,12 +89,14 @@ class TokenOrigin:
     source: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One running text. Owned by the engine; drafters read it.
 
-    token_ids: prompt and everything emitted. The last id has not been run by the model yet once decoding has begun.
-    draft_tokens, max_depth: bounds for the next proposal, set by the engine before `propose`.
+    token_ids: prompt and everything emitted. While decoding all but the last have been run by the model.
+    table: its blocks in the target's cache; `table.length` tokens are committed there.
+    draft_tokens, max_depth: bounds for the next proposal, set by the engine before `propose`. Room in the cache for a
+        proposal of that size is already reserved then.
     generator: draws from the target, exactly one draw per emitted token where the proposal has no distributions;
         draft_generator: draws of drafters. Both belong to this sequence alone.
     """
@@ -105,6 +108,7 @@ class Sequence:
     num_prompt: int
     generator: torch.Generator
     draft_generator: torch.Generator
+    table: CacheTable = field(default_factory=CacheTable)
     index: int = 0
     draft_tokens: int = 0
     max_depth: int = 0
@@ -112,6 +116,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     origins: list[TokenOrigin] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: str | None = None
     arrived: float = field(default_factory=time.perf_counter)
 
     @property
@@ -122,6 +127,11 @@ class Sequence:
     def num_emitted(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens that the model has not run: 1 while decoding, more during prefill and after preemption."""
+        return len(self.token_ids) - self.table.length
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -129,6 +139,7 @@ class Completion:
 
     token_ids: emitted ids, a stop token included. text: decoded, without special tokens and without a stop string.
     logprobs, origins: one per id (logprobs empty unless asked for). stats: see SequenceStats.
+    error: what a logits processor or the logits themselves did wrong, where finish_reason is "error".
     """
 
     request_id: str
@@ -140,6 +151,7 @@ class Completion:
     stats: SequenceStats
     logprobs: list[TokenLogprob] = field(default_factory=list)
     origins: list[TokenOrigin] = field(default_factory=list)
+    error: str | None = None
 
 
 @dataclass(frozen=True)

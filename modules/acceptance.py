@@ -64,7 +64,12 @@ class Dense:
         return float(self.probs[token_id]) if token_id < self.probs.shape[0] else 0.0
 
     def sample(self, generator: torch.Generator | None) -> int:
-        return int(torch.multinomial(self.probs, 1, generator=generator))
+        """Inversion: one uniform a token. multinomial draws one per vocabulary entry, 17 times slower at 49152."""
+        cumulative = self.probs.cumsum(0, dtype=torch.float64)
+        token_id = int(torch.searchsorted(cumulative, cumulative[-1] * _uniform(generator), right=True))
+        if token_id == self.probs.shape[0]:
+            raise ValueError("probs must be non-negative with a positive sum, got NaN or no mass at all")
+        return token_id
 
     def residual(self, q: Distribution) -> Distribution:
         left = self.probs.clone()
@@ -101,14 +106,20 @@ class Verdict:
 
 def accept_prob(p: float, q: float) -> float:
     """min(1, p/q), the probability of keeping a token drawn from q when the target gives it p."""
-    if q <= 0.0:
+    if not q > 0.0:
         raise ValueError(f"a drafted token must have positive probability under its own distribution, got {q}")
+    if not p >= 0.0:  # NaN included, which min() would turn into certain acceptance
+        raise ValueError(f"the target's probability of a drafted token must be in [0, 1], got {p}")
     return min(1.0, p / q)
 
 
-def verify(
-    tree: TokenTree, target: Callable[[int], Distribution], generator: torch.Generator | None = None
-) -> Verdict:
+def _uniform(generator: torch.Generator | None) -> float:
+    """A draw from [0, 1) with 53 bits, on whatever device the generator lives."""
+    device = None if generator is None else generator.device
+    return torch.rand((), generator=generator, dtype=torch.float64, device=device).item()
+
+
+def verify(tree: TokenTree, target: Callable[[int], Distribution], generator: torch.Generator | None = None) -> Verdict:
     """Walk the proposal from the root; every emitted token is distributed as the target at its prefix.
 
     `target(node)` gives the distribution after `node` and is asked once per visited node, in order, so processors with
@@ -126,7 +137,7 @@ def verify(
             ((drafted, candidate),) = children.items()
             q = tree.probs[candidate - 1]
             chance = accept_prob(p.prob(drafted), q.prob(drafted))
-            kept = chance >= 1.0 or torch.rand((), generator=generator, dtype=torch.float64).item() < chance
+            kept = chance >= 1.0 or _uniform(generator) < chance
             token_id, child = (drafted, candidate) if kept else (p.residual(q).sample(generator), None)
         if child is None:
             return Verdict(path, token_id, corrected=bool(children))

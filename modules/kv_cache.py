@@ -11,10 +11,12 @@ Left out: sliding-window layers keep blocks that have left the window (they are 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,7 +148,7 @@ class PagedKVCache:
         self.prefix_caching = prefix_caching
         self.allocator = BlockAllocator(num_blocks)
         shape = (num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = _zeros(shape, dtype, torch.device(device))
         self._layers = [(self.data[layer, 0], self.data[layer, 1]) for layer in range(num_layers)]
 
     @property
@@ -230,3 +232,11 @@ class PagedKVCache:
     def _trim(self, table: CacheTable) -> None:
         while len(table.blocks) > self.blocks_for(table.length):
             self.allocator.give_back(table.blocks.pop())
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU their pages are taken from the system when first written, so an unused pool costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

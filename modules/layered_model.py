@@ -102,6 +102,7 @@ class LayeredModel(nn.Module):
         self.decoder, self.head = decoder, hf_model.get_output_embeddings()
         self.norm = decoder.final_layer_norm if self.config.model_type == "opt" else decoder.norm
         self.softcap = getattr(self.config, "final_logit_softcapping", None)
+        self.eos_token_ids = _eos_token_ids(hf_model)
         if fast:
             self.requires_grad_(False).eval()
             speed_up(decoder.layers)
@@ -206,3 +207,11 @@ class LayeredModel(nn.Module):
             arguments = (kind,) if per_type else ()
             batch.rotary[kind] = rotary(states, batch.positions.unsqueeze(0), *arguments)
         return batch.rotary[kind]
+
+
+def _eos_token_ids(hf_model: PreTrainedModel) -> frozenset[int]:
+    """The ids that end a text, as transformers' generate takes them."""
+    generation = getattr(hf_model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    ids = hf_model.config.get_text_config().eos_token_id if ids is None else ids
+    return frozenset([ids] if isinstance(ids, int) else ids or ())

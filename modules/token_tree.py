@@ -96,10 +96,14 @@ class TokenTree:
         return path[::-1]
 
     def clipped(self, max_depth: int, max_nodes: int) -> TokenTree:
-        """The same proposal without nodes deeper than `max_depth` and with at most `max_nodes` nodes, root included."""
+        """The same proposal without nodes deeper than `max_depth` and with at most `max_nodes` nodes, root included.
+
+        The root always stays.
+        """
+        max_depth, max_nodes = max(max_depth, 0), max(max_nodes, 1)
         if len(self) <= max_nodes and (max_depth >= len(self) - 1 or max(self.depths) <= max_depth):
             return self
-        keep = [node for node, depth in enumerate(self.depths) if depth <= max_depth][: max(max_nodes, 1)]
+        keep = [node for node, depth in enumerate(self.depths) if depth <= max_depth][:max_nodes]
         index = {old: new for new, old in enumerate(keep)}  # a parent precedes its children, so it is kept too
         return TokenTree(
             [self.token_ids[node] for node in keep],

@@ -45,3 +45,64 @@ def hf_tiny(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.flo
 def tiny_lm(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, fast: bool = True, **overrides):
     """TinyLM: 4 layers, vocabulary 96, hidden 32, fixed seed."""
     return LayeredModel(hf_tiny(family, seed, dtype, **overrides), fast=fast)
+
+
+class TableLM(LayeredModel):
+    """A model whose next-token logits are looked up by the last `order` (1 or 2) tokens: every probability is known.
+
+    It goes through the paged cache like any other: a token's key holds its id and position, and the token before it is
+    found by reading the keys that the batch's plan lets it see, so a wrong slot, mask or position gives a wrong answer.
+    """
+
+    def __init__(self, table: torch.Tensor, num_layers: int = 2, max_positions: int = 512, eos: tuple[int, ...] = ()):
+        torch.nn.Module.__init__(self)
+        self.table = table  # [vocab, vocab] or [vocab, vocab, vocab]: logits after (token) or (token before, token)
+        self.layers_run, self._num_layers, self._max_positions = 0, num_layers, max_positions
+        self.eos_token_ids = frozenset(eos)
+
+    num_layers = property(lambda self: self._num_layers)
+    vocab_size = property(lambda self: self.table.shape[-1])
+    hidden_size = property(lambda self: 2)
+    max_positions = property(lambda self: self._max_positions)
+    num_kv_heads = property(lambda self: 1)
+    head_dim = property(lambda self: 2)
+    device = property(lambda self: self.table.device)
+    dtype = property(lambda self: torch.float64)
+
+    def embed(self, batch):
+        return torch.stack((batch.token_ids.double(), batch.positions.double()), dim=1)
+
+    def run(self, hidden, batch, cache, start, stop):
+        for layer in range(start, stop):
+            keys = hidden.unsqueeze(1)
+            if cache is not None:
+                keys, _ = cache.layer(layer)
+                keys.index_copy_(0, batch.slot_mapping, hidden.unsqueeze(1))
+            before = _token_before(hidden, batch, keys)
+        return torch.stack((hidden[:, 0], before), dim=1)
+
+    def logits(self, hidden):
+        token, before = hidden[:, 0].long(), hidden[:, 1].long()
+        return self.table[token] if self.table.ndim == 2 else self.table[before, token]
+
+
+def _token_before(hidden, batch, keys):
+    """[tokens] id of the visible token one position earlier; 0 for a text's first token."""
+    before = torch.zeros(hidden.shape[0], dtype=torch.float64)
+    for group in batch.groups:
+        order = group.query_index if group.query_index is not None else torch.arange(hidden.shape[0])
+        seen = group.visible.reshape(-1, group.num_keys)
+        slots = group.key_slots.view(group.num_seqs, -1).repeat_interleave(group.num_queries, 0)
+        real = group.output_index if group.output_index is not None else torch.arange(len(order))
+        for row in real.tolist():
+            visible = keys[slots[row][seen[row]], 0]
+            position = hidden[order[row], 1]
+            assert sorted(visible[:, 1].tolist()) == list(range(int(position) + 1)), "a token must see each position once"
+            hit = visible[visible[:, 1] == position - 1, 0]
+            before[order[row]] = hit[0] if len(hit) else 0.0
+    return before
+
+
+def random_table(vocab: int, seed: int = 0, order: int = 1, scale: float = 1.5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((vocab,) * (order + 1), generator=generator, dtype=torch.float64) * scale

@@ -1,0 +1,505 @@
+"""The engine: continuous batching of speculative decoding, one pass of the target model per step.
+
+A step is: schedule, let drafters propose, run every new token of every sequence in one ragged batch, verify each proposal,
+commit what was accepted to the cache, hand out what was emitted. Plain decoding is a step with empty proposals, and prefill
+one with many pending tokens; there is no other path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from ..modules.acceptance import Distribution, Verdict, verify
+from ..modules.batch import BatchItem, RaggedBatch
+from ..modules.kv_cache import CacheTable
+from ..modules.layered_model import LayeredModel
+from ..modules.sampling import LogitsPipeline, logprobs, make_generator
+from ..modules.token_tree import TokenTree
+from .drafter import Drafter, Observation
+from .request import Completion, GenerationParams, Prompt, Sequence, StreamChunk, TokenLogprob, TokenOrigin
+from .scheduler import Scheduled, Scheduler
+from .stats import EngineStats
+from .target import Exact, TargetRule
+from .text import TextStream, cut_block
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Decoding:
+    """What the engine keeps beside a sequence: who drafts, how logits become a distribution, how ids become text."""
+
+    drafter: Drafter
+    pipeline: LogitsPipeline
+    text: TextStream
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One sequence's part of a pass: its share, its proposal (None in mid-prefill) and where its rows begin."""
+
+    scheduled: Scheduled
+    tree: TokenTree | None
+
+    @property
+    def item(self) -> BatchItem:
+        sequence, count = self.scheduled.sequence, self.scheduled.num_tokens
+        start = sequence.table.length
+        token_ids = sequence.token_ids[start : start + count]
+        if self.tree is None or len(self.tree) == 1:
+            return BatchItem(token_ids, start, sequence.table.blocks)
+        parents = [*range(-1, count - 1), *(parent + count - 1 for parent in self.tree.parents[1:])]
+        return BatchItem([*token_ids, *self.tree.token_ids[1:]], start, sequence.table.blocks, parents)
+
+
+class Engine:
+    """Runs requests on one model.
+
+    drafters: those that requests can name as their method; "ar" is always there. default_method: for requests that name
+        none. draft_tokens: default proposal size for all methods; None takes each drafter's own.
+    kv_memory: GiB for the cache; None takes a quarter of the free memory, at most what max_num_seqs full contexts need.
+    max_num_seqs: sequences in one pass. max_batch_tokens: prefill is chunked beyond this many tokens in a pass.
+    max_length: longest text, prompt included; None takes the model's context (or the cache, when that is smaller).
+    strict: let drafters' exceptions through instead of going on without their draft (tests).
+
+    Not thread-safe: one thread owns an engine.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        tokenizer: Any = None,
+        drafters: SequenceOf[Drafter] = (),
+        default_method: str = "ar",
+        draft_tokens: int | None = None,
+        target_rule: TargetRule | None = None,
+        block_size: int = 16,
+        kv_memory: float | None = None,
+        max_num_seqs: int = 64,
+        max_batch_tokens: int = 512,
+        max_length: int | None = None,
+        num_blocks: int | None = None,
+        prefix_caching: bool = True,
+        strict: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self.strict = model, tokenizer, strict
+        self.drafters = {drafter.name: drafter for drafter in (Drafter(), *drafters)}
+        self.default_method = self._known_method(default_method)
+        self.draft_tokens = draft_tokens
+        self.target_rule = target_rule or Exact()
+        if num_blocks is None:
+            num_blocks = _blocks_within(model, kv_memory, block_size, max_num_seqs)
+        self.cache = model.new_cache(num_blocks, block_size, prefix_caching)
+        for drafter in self.drafters.values():
+            drafter.attach(model, self.cache)
+        self.max_length = min(max_length or model.max_positions, model.max_positions, self.cache.num_slots)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds)
+        self.stats = EngineStats()
+        self._decoding: dict[int, _Decoding] = {}
+        self._sequence_ids, self._request_ids = itertools.count(), itertools.count()
+        self._undelivered: list[StreamChunk] = []
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add(self, prompt: Prompt, params: GenerationParams | None = None, request_id: str | None = None) -> str:
+        """Queue a request of `params.n` texts; returns its id. Raises ValueError for what could never run."""
+        params = params or GenerationParams()
+        method = self._known_method(params.method or self.default_method)
+        prompt_ids = self.encode(prompt)
+        if params.stop:
+            self._need_tokenizer("stop")
+        for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            self._check_ids(name, token_ids)
+        request_id = request_id if request_id is not None else f"request-{next(self._request_ids)}"
+        if any(sequence.request_id == request_id for sequence in self.scheduler.sequences):
+            raise ValueError(f"request_id {request_id!r} is already running")
+        for index in range(params.n):
+            self._add_sequence(prompt_ids, params, method, request_id, index)
+        return request_id
+
+    def cancel(self, request_id: str) -> list[Completion]:
+        """End a request now; its blocks are free at once. Returns what it had; empty for an unknown id."""
+        found = [sequence for sequence in self.scheduler.sequences if sequence.request_id == request_id]
+        for sequence in found:
+            sequence.finish_reason = "cancelled"
+        return [self._finish(sequence).completion for sequence in found]  # type: ignore[misc]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running or self._undelivered)
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: GenerationParams | SequenceOf[GenerationParams] | None = None,
+    ) -> list[Completion]:
+        """Run prompts to the end; completions in the order of the prompts, `n` for each. See `stream`."""
+        order: list[str] = []
+        done = [chunk.completion for chunk in self.stream(prompts, params, order) if chunk.completion is not None]
+        place = {request_id: index for index, request_id in enumerate(order)}
+        return sorted(done, key=lambda completion: (place[completion.request_id], completion.index))
+
+    def stream(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: GenerationParams | SequenceOf[GenerationParams] | None = None,
+        request_ids: list[str] | None = None,
+    ) -> Iterator[StreamChunk]:
+        """Yield text as it becomes certain. One prompt or many; closing the iterator cancels what has not ended.
+
+        request_ids: filled with the ids given to the prompts, in their order. Requests added otherwise run along, and their
+        chunks come out of the next `step`.
+        """
+        prompts = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
+        many = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(many) != len(prompts):
+            raise ValueError(f"params must be one or as many as prompts ({len(prompts)}), got {len(many)}")
+        mine = request_ids if request_ids is not None else []
+        others: list[StreamChunk] = []
+        try:
+            for prompt, one in zip(prompts, many, strict=True):
+                mine.append(self.add(prompt, one))  # type: ignore[arg-type]
+            open_ids = set(mine)
+            while any(sequence.request_id in open_ids for sequence in self.scheduler.sequences) or self._has(open_ids):
+                for chunk in self.step():
+                    if chunk.request_id in open_ids:
+                        yield chunk
+                    else:
+                        others.append(chunk)
+        finally:
+            for request_id in mine:
+                self.cancel(request_id)
+            self._undelivered.extend(others)
+
+    def reset(self) -> None:
+        """Forget what was learned and cached from finished requests; a used engine then behaves as a fresh one."""
+        for drafter in self.drafters.values():
+            drafter.reset()
+        self.cache.allocator.forget_idle()
+        self.stats = EngineStats()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: text, ids, or chat messages. Raises ValueError when it is empty or too long."""
+        if isinstance(prompt, str):
+            token_ids = list(self._need_tokenizer("a text prompt")(prompt).input_ids)
+        elif prompt and isinstance(prompt[0], dict):
+            token_ids = self._encode_messages(prompt)  # type: ignore[arg-type]
+        else:
+            token_ids = [int(token_id) for token_id in prompt]  # type: ignore[arg-type]
+        if not token_ids:
+            raise ValueError("prompt must hold at least one token, got none")
+        self._check_ids("prompt", token_ids)
+        if len(token_ids) > self.max_length:
+            raise ValueError(f"prompt has {len(token_ids)} tokens; the longest text here is {self.max_length}")
+        return token_ids
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[StreamChunk]:
+        """One pass over all running sequences; returns the text that became certain and the texts that ended."""
+        chunks, self._undelivered = self._undelivered, []
+        started = time.perf_counter()
+        chunks += self._finish_without_running()
+        plan = self.scheduler.schedule()
+        if not plan:
+            return chunks
+        scheduled = time.perf_counter()
+        trees = self._propose([item.sequence for item in plan if item.reaches_root])
+        steps = [_Step(item, trees.get(item.sequence.sequence_id)) for item in plan]
+        items = [step.item for step in steps]
+        batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
+        drafted = time.perf_counter()
+        logits = self._run(batch, steps)
+        ran = time.perf_counter()
+        verdicts = [self._verify(step, rows) for step, rows in zip(steps, logits, strict=True)]
+        verified = time.perf_counter()
+        self._observe(steps, verdicts, logits)
+        observed = time.perf_counter()
+        chunks += self._commit(steps, verdicts, logits)
+        ended = time.perf_counter()
+        self.stats.record_step(
+            seconds=ended - started,
+            drafting=(drafted - scheduled) + (observed - verified),
+            model=ran - drafted,
+            verifying=(verified - ran) + (ended - observed) + (scheduled - started),
+            layer_tokens=batch.num_tokens * self.model.num_layers,
+        )
+        return chunks
+
+    def _propose(self, sequences: list[Sequence]) -> dict[int, TokenTree]:
+        """A verified-to-be-valid proposal per sequence; the bare root where drafting is off, impossible or failed."""
+        trees = {s.sequence_id: TokenTree.root(s.token_ids[-1]) for s in sequences}
+        groups: dict[str, list[Sequence]] = defaultdict(list)
+        for sequence in sequences:
+            if sequence.num_pending == 1 and sequence.draft_tokens > 0 and sequence.max_depth > 0:
+                groups[self._decoding[sequence.sequence_id].drafter.name].append(sequence)
+        for name, group in groups.items():
+            for sequence in group:
+                sequence.stats.draft_calls += 1
+            try:
+                proposed = self.drafters[name].propose(group)
+                checked = [self._checked(s, tree) for s, tree in zip(group, proposed, strict=True)]
+            except Exception as error:
+                self._drafter_failed(name, group, error)
+                continue
+            trees.update({s.sequence_id: tree for s, tree in zip(group, checked, strict=True)})
+        return trees
+
+    def _checked(self, sequence: Sequence, tree: TokenTree) -> TokenTree:
+        if tree.token_ids[0] != sequence.token_ids[-1]:
+            raise ValueError(f"a proposal's root must be the last token {sequence.token_ids[-1]}, got {tree.token_ids[0]}")
+        if not all(0 <= token_id < self.model.vocab_size for token_id in tree.token_ids):
+            raise ValueError(f"a proposal's token ids must be in [0, {self.model.vocab_size})")
+        return tree.clipped(sequence.max_depth, sequence.draft_tokens + 1)
+
+    def _drafter_failed(self, name: str, group: list[Sequence], error: Exception) -> None:
+        if self.strict:
+            raise error
+        if not any(sequence.stats.draft_failures for sequence in group):
+            logger.warning("drafter %s failed; its sequences go on without a draft", name, exc_info=error)
+        for sequence in group:
+            sequence.stats.draft_failures += 1
+
+    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> list[Tensor]:
+        """Per step the logits [nodes, vocab] of its proposal, root first; empty in mid-prefill."""
+        hidden = self.model.run(self.model.embed(batch), batch, self.cache, 0, self.model.num_layers)
+        rows: list[int] = []
+        for step, end in zip(steps, batch.cu_seqlens[1:], strict=True):
+            rows.extend(range(end - len(step.tree), end) if step.tree is not None else ())
+        if not rows:
+            return [hidden[:0] for _ in steps]
+        if len(rows) < hidden.shape[0]:
+            hidden = hidden.index_select(0, torch.tensor(rows, device=hidden.device))
+        logits = self.model.logits(hidden)
+        return list(logits.split([0 if step.tree is None else len(step.tree) for step in steps]))
+
+    def _verify(self, step: _Step, rows: Tensor) -> Verdict | None:
+        """The verdict on one proposal; None in mid-prefill, and for a sequence whose distribution cannot be made."""
+        sequence, tree = step.scheduled.sequence, step.tree
+        if tree is None:
+            return None
+        pipeline = self._decoding[sequence.sequence_id].pipeline
+        prefix = list(sequence.token_ids)
+
+        def target(node: int) -> Distribution:
+            if node > 0:
+                prefix.append(tree.token_ids[node])
+            child = next(iter(tree.children[node].values()), None) if tree.probs is not None else None
+            q = None if child is None or tree.probs is None else tree.probs[child - 1]
+            return self.target_rule(pipeline(rows[node], prefix), q)
+
+        try:
+            return verify(tree, target, sequence.generator)
+        except Exception as error:  # a user's logits processor, or logits without a distribution: its neighbours go on
+            logger.warning("%s ends in error", sequence.request_id, exc_info=error)
+            sequence.finish_reason, sequence.error = "error", f"{type(error).__name__}: {error}"
+            return None
+
+    def _observe(self, steps: list[_Step], verdicts: list[Verdict | None], logits: list[Tensor]) -> None:
+        groups: dict[str, list[Observation]] = defaultdict(list)
+        for step, verdict, rows in zip(steps, verdicts, logits, strict=True):
+            sequence = step.scheduled.sequence
+            if verdict is not None and step.tree is not None and sequence.params.draft_tokens != 0:
+                name = self._decoding[sequence.sequence_id].drafter.name
+                groups[name].append(Observation(sequence, step.tree, verdict, rows))
+        for name, group in groups.items():
+            try:
+                self.drafters[name].observe(group)
+            except Exception as error:
+                self._drafter_failed(name, [observation.sequence for observation in group], error)
+
+    def _commit(self, steps: list[_Step], verdicts: list[Verdict | None], logits: list[Tensor]) -> list[StreamChunk]:
+        """Make the pass permanent: cache, token ids, statistics, text. Returns what can be shown."""
+        kept: list[tuple[CacheTable, list[int]]] = []
+        emitted: list[tuple[Sequence, str, list[int]]] = [
+            (step.scheduled.sequence, "", []) for step in steps if step.scheduled.sequence.error is not None
+        ]
+        for step, verdict, rows in zip(steps, verdicts, logits, strict=True):
+            sequence, count = step.scheduled.sequence, step.scheduled.num_tokens
+            offsets = list(range(count))
+            if verdict is None:
+                sequence.stats.prefill_passes += 1
+                sequence.stats.prefill_tokens += count
+            else:
+                text, token_ids = self._emit(step, verdict, rows)
+                emitted.append((sequence, text, token_ids))
+                accepted = min(verdict.num_accepted, len(token_ids))
+                offsets += [count - 1 + node for node in verdict.path[1 : accepted + 1]]
+            kept.append((sequence.table, offsets))
+        self.cache.commit(kept)
+        for step in steps:
+            sequence = step.scheduled.sequence
+            self.cache.index_full_blocks(sequence.table, sequence.token_ids)
+        return [self._chunk(sequence, text, token_ids) for sequence, text, token_ids in emitted]
+
+    def _emit(self, step: _Step, verdict: Verdict, rows: Tensor) -> tuple[str, list[int]]:
+        """Append what the verdict emits, up to a stop; returns the text that became certain and the ids."""
+        sequence, tree = step.scheduled.sequence, step.tree
+        assert tree is not None
+        decoding, params = self._decoding[sequence.sequence_id], sequence.params
+        block = [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.next_token]
+        room = min(params.max_new_tokens - sequence.num_emitted, self.max_length - len(sequence.token_ids))
+        token_ids, text, sequence.finish_reason = cut_block(block, decoding.stop_ids, room, decoding.text)
+        if sequence.num_emitted == 0:
+            sequence.stats.seconds_to_first_token = time.perf_counter() - sequence.arrived
+        sequence.token_ids.extend(token_ids)
+        sequence.origins.extend(_origins(tree, verdict, decoding.drafter.name)[: len(token_ids)])
+        if params.logprobs is not None:
+            for node, token_id in zip(verdict.path, token_ids, strict=False):
+                sequence.logprobs.append(TokenLogprob(*logprobs(rows[node], token_id, params.logprobs)))
+        sequence.stats.record_pass(
+            num_drafted=tree.num_drafted,
+            max_depth=max(tree.depths),
+            num_accepted=min(verdict.num_accepted, len(token_ids)),
+            emitted=len(token_ids),
+            retrieval_hit="ngram" in tree.sources if decoding.drafter.retrieves and step.scheduled.num_tokens == 1 else None,
+        )
+        return text, token_ids
+
+    def _chunk(self, sequence: Sequence, text: str, token_ids: list[int]) -> StreamChunk:
+        if sequence.finish_reason is not None:
+            return self._finish(sequence, text, token_ids)
+        origins = sequence.origins[len(sequence.origins) - len(token_ids) :]
+        return StreamChunk(sequence.request_id, sequence.index, text, token_ids, origins)
+
+    # -- life of a sequence --------------------------------------------------------------------------------------
+
+    def _add_sequence(self, ids: list[int], params: GenerationParams, method: str, request_id: str, index: int) -> None:
+        sequence = Sequence(
+            next(self._sequence_ids),
+            request_id,
+            params if params.method == method else replace(params, method=method),
+            list(ids),
+            len(ids),
+            make_generator(params.seed, index, self.model.device),
+            make_generator(params.seed, index, self.model.device, stream=1),
+            CacheTable(params.namespace),
+            index,
+        )
+        self._decoding[sequence.sequence_id] = _Decoding(
+            self.drafters[method],
+            LogitsPipeline(params, len(ids)),
+            TextStream(self.tokenizer, params.stop),
+            frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.model.eos_token_ids),
+        )
+        self.scheduler.add(sequence)
+
+    def _finish_without_running(self) -> list[StreamChunk]:
+        """Texts that may not grow: max_new_tokens 0, or a prompt that fills the context."""
+        full = [s for s in self.scheduler.waiting if min(s.params.max_new_tokens, self.max_length - s.num_prompt) <= 0]
+        for sequence in full:
+            sequence.finish_reason = "length"
+        return [self._finish(sequence) for sequence in full]
+
+    def _finish(self, sequence: Sequence, text: str = "", token_ids: SequenceOf[int] = ()) -> StreamChunk:
+        assert sequence.finish_reason is not None
+        decoding = self._decoding.pop(sequence.sequence_id)
+        text += decoding.text.finish()
+        self.scheduler.remove(sequence)
+        for drafter in self.drafters.values():
+            drafter.release(sequence.sequence_id)
+        sequence.stats.seconds = time.perf_counter() - sequence.arrived
+        completion = Completion(
+            sequence.request_id,
+            sequence.index,
+            sequence.token_ids[: sequence.num_prompt],
+            sequence.output_ids,
+            decoding.text.text,
+            sequence.finish_reason,
+            sequence.stats,
+            sequence.logprobs,
+            sequence.origins,
+            sequence.error,
+        )
+        origins = sequence.origins[len(sequence.origins) - len(token_ids) :]
+        return StreamChunk(sequence.request_id, sequence.index, text, list(token_ids), origins, completion)
+
+    def _bounds(self, sequence: Sequence) -> tuple[int, int]:
+        """(draft tokens, depth) of the next proposal: never past the length cap or the context."""
+        room = min(sequence.params.max_new_tokens - sequence.num_emitted, self.max_length - len(sequence.token_ids))
+        wanted = sequence.params.draft_tokens
+        if wanted is None:
+            wanted = self.draft_tokens
+        if wanted is None:
+            wanted = self._decoding[sequence.sequence_id].drafter.default_draft_tokens()
+        return (wanted, room - 1) if room > 1 else (0, 0)
+
+    # -- self-checks and helpers ---------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Assert between steps that no block is lost or shared wrongly and that every cache length fits its text."""
+        self.cache.allocator.check([sequence.table for sequence in self.scheduler.sequences])
+        for sequence in self.scheduler.sequences:
+            table = sequence.table
+            assert table.length <= len(sequence.token_ids) - 1, "a token was cached before it could be"
+            assert len(table.blocks) == self.cache.blocks_for(table.length), "a table holds blocks it does not need"
+            assert sequence.num_emitted == 0 or sequence in self.scheduler.waiting or sequence.num_pending >= 1
+        assert set(self._decoding) == {sequence.sequence_id for sequence in self.scheduler.sequences}
+
+    def _has(self, request_ids: set[str]) -> bool:
+        return any(chunk.request_id in request_ids for chunk in self._undelivered)
+
+    def _known_method(self, method: str) -> str:
+        if method not in self.drafters:
+            close = get_close_matches(method, self.drafters, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"method {method!r} is not loaded; valid here: {', '.join(self.drafters)}{hint}")
+        return method
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < self.model.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"{name}: token ids must be in [0, {self.model.vocab_size}), got {wrong}")
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, and this engine has none; pass token ids")
+        return self.tokenizer
+
+    def _encode_messages(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
+        tokenizer = self._need_tokenizer("a list of messages")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("messages need a chat template and this tokenizer has none; set --chat-template or use prompt")
+        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+
+def _is_single(prompts: Any) -> bool:
+    """Whether this is one prompt (a text, ids, messages) rather than a list of them."""
+    return isinstance(prompts, str) or bool(len(prompts) and isinstance(prompts[0], (int, dict)))
+
+
+def _origins(tree: TokenTree, verdict: Verdict, drafter: str) -> list[TokenOrigin]:
+    labels = tree.sources or [""] * len(tree)
+    accepted = [TokenOrigin("accepted", drafter, labels[node]) for node in verdict.path[1:]]
+    return [*accepted, TokenOrigin("corrected" if verdict.corrected else "bonus", drafter)]
+
+
+def _blocks_within(model: LayeredModel, kv_memory: float | None, block_size: int, max_num_seqs: int) -> int:
+    """How many blocks the memory budget in GiB holds; at least one."""
+    per_block = model.bytes_per_token() * block_size
+    if kv_memory is not None:
+        blocks = int(kv_memory * 2**30 // per_block)
+        if blocks < 1:
+            raise ValueError(f"kv_memory must hold a block of {per_block / 2**20:.3g} MiB, got {kv_memory} GiB")
+        return blocks
+    enough = max_num_seqs * -(-model.max_positions // block_size)
+    return max(1, min(enough, int(_free_memory(model.device) * 0.25 // per_block)))
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

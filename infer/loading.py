@@ -1,0 +1,310 @@
+"""Where weights and tokenizers come from: a hub id, a folder of safetensors, or a GGUF file.
+
+Whatever can be refused is refused before weights are read. Pickles are refused unless allowed, code that comes with a
+checkpoint does not run unless trusted. A GGUF file is dequantised once, into a cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.utils import enable_progress_bars
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+if TYPE_CHECKING:
+    from ..modules.layered_model import LayeredModel
+
+CACHE_DIR = "~/.cache/speclight"
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+VALID_MODELS = "a hub id (owner/name), a folder with config.json and safetensors, or a .gguf file"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found and can be run.
+
+    `ModelSource("models/smol.gguf", "models", gguf_file="smol.gguf", ...)`
+
+    name: as the user wrote it. location: what transformers reads, a folder or a hub id. gguf_file: name of the file in
+    that folder, when it has not been converted yet. converted: where its conversion belongs.
+    """
+
+    name: str
+    location: str
+    gguf_file: str | None = None
+    converted: Path | None = None
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+
+
+def load_model(
+    model: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    cache_dir: str | None = None,
+    verbose: bool = False,
+) -> tuple[LayeredModel, Any]:
+    """The model, ready to run, and its tokenizer. Raises ValueError for what cannot be used, before weights are read.
+
+    dtype: "auto" is the checkpoint's own, but float32 where that is float16 and the device a CPU. device: "auto" is the
+    GPU if there is one.
+    """
+    resolve_dtype(dtype)
+    resolve_device(device)
+    source = resolve_model(model, allow_pickle, trust_remote_code, cache_dir)
+    tokenizer = load_tokenizer(source)
+    return load_weights(source, dtype, device, verbose), tokenizer
+
+
+def resolve_dtype(name: str) -> torch.dtype | str:
+    """The torch dtype, or "auto" itself. ValueError for any other name."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return name if name == "auto" else getattr(torch, name)
+
+
+def resolve_device(name: str) -> torch.device:
+    """ValueError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there: this torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def resolve_model(
+    model: str, allow_pickle: bool = False, trust_remote_code: bool = False, cache_dir: str | None = None
+) -> ModelSource:
+    """Find a model and check that it can be run.
+
+    Raises ValueError for a path that does not exist, an architecture that is not supported, a quantised checkpoint, and
+    weights that are neither safetensors nor (unless allowed) pickles.
+    """
+    path = Path(model).expanduser()
+    if path.is_file():
+        source = _gguf_source(model, path, cache_dir)
+    elif path.is_dir():
+        source = _folder_source(model, path, allow_pickle, cache_dir)
+    elif HUB_ID.fullmatch(model) and path.suffix != ".gguf" and not path.parent.is_dir():
+        source = ModelSource(model, model)
+    else:
+        raise ValueError(f"model {model!r} does not exist; it must be {VALID_MODELS}")
+    source = replace(source, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    _check_config(source)
+    return source
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """Raises ValueError when the model comes without one that can be used."""
+    gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    try:
+        with _quiet():
+            return AutoTokenizer.from_pretrained(source.location, trust_remote_code=source.trust_remote_code, **gguf)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"model {source.name!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def load_weights(source: ModelSource, dtype: str = "auto", device: str = "auto", verbose: bool = False) -> LayeredModel:
+    """The model as a stack of layers; see `load_transformers`."""
+    from ..modules.layered_model import LayeredModel
+
+    return LayeredModel(load_transformers(source, dtype, device, verbose))
+
+
+def load_transformers(
+    source: ModelSource, dtype: str = "auto", device: str = "auto", verbose: bool = False
+) -> PreTrainedModel:
+    """transformers' own model. A GGUF file is converted first, unless that was done before.
+
+    Raises ValueError for weights that are damaged or incomplete: nothing is initialised at random.
+    """
+    target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
+    location = source.location if source.gguf_file is None else _convert(source)
+    try:
+        with contextlib.nullcontext() if verbose else _quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                location,
+                dtype=target_dtype,
+                use_safetensors=None if source.allow_pickle else True,
+                trust_remote_code=source.trust_remote_code,
+                output_loading_info=True,
+            )
+    except SafetensorError as error:
+        raise ValueError(f"weights of {source.name!r} cannot be read ({error}); is the download complete?") from error
+    if info["missing_keys"]:
+        raise ValueError(f"weights of {source.name!r} are incomplete: {_some(info['missing_keys'])} missing")
+    if dtype == "auto" and target_device.type == "cpu" and model.dtype == torch.float16:
+        _note(f"{source.name} is float16, which CPUs compute slowly: using float32")
+        model = model.float()
+    return model.to(target_device)
+
+
+def check_same_tokenizer(target: Any, draft: Any, target_name: str = "", draft_name: str = "") -> None:
+    """Raise ValueError, naming both and the first difference, unless both turn text into the same ids.
+
+    Ids are compared in the range that both have: vocabularies padded to different sizes are fine.
+    """
+    target_name, draft_name = target_name or target.name_or_path, draft_name or draft.name_or_path
+    for what, read in (("token id", _tokens_by_id), ("merge", _merges)):
+        for index, (ours, theirs) in enumerate(zip(read(target), read(draft), strict=False)):
+            if ours != theirs:
+                raise ValueError(
+                    f"draft model {draft_name!r} must have the tokenizer of the target {target_name!r}, but differs: "
+                    f"{what} {index} is {theirs!r} there and {ours!r} in the target"
+                )
+
+
+def _tokens_by_id(tokenizer: Any) -> list[str | None]:
+    by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    return [by_id.get(token_id) for token_id in range(max(by_id, default=-1) + 1)]
+
+
+def _merges(tokenizer: Any) -> list[Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return [] if backend is None else json.loads(backend.to_str())["model"].get("merges", [])
+
+
+def _folder_source(model: str, folder: Path, allow_pickle: bool, cache_dir: str | None) -> ModelSource:
+    if not (folder / "config.json").is_file():
+        ggufs = sorted(folder.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return _gguf_source(model, ggufs[0], cache_dir)
+        found = f"{len(ggufs)} .gguf files, name one of them" if ggufs else "neither config.json nor a .gguf file"
+        raise ValueError(f"model folder {model!r} holds {found}")
+    _check_weight_files(model, folder, allow_pickle)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(f"model folder {model!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
+    return ModelSource(model, str(folder))
+
+
+def _check_weight_files(model: str, folder: Path, allow_pickle: bool) -> None:
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickles and allow_pickle:
+        return
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"model folder {model!r} lacks the weight files {_some(missing)}")
+    elif not (folder / "model.safetensors").is_file():
+        if pickles:
+            raise ValueError(
+                f"model folder {model!r} has only pickled weights ({_some(pickles)}), which can run any code when loaded; "
+                "convert them to safetensors, or pass --allow-pickle if you trust them"
+            )
+        raise ValueError(f"model folder {model!r} has no model.safetensors")
+
+
+def _gguf_source(model: str, path: Path, cache_dir: str | None) -> ModelSource:
+    if path.suffix != ".gguf":
+        raise ValueError(f"model {model!r} is a file but not a .gguf; it must be {VALID_MODELS}")
+    path, stat = path.resolve(), path.stat()
+    digest = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    converted = Path(cache_dir or CACHE_DIR).expanduser() / f"{path.stem}-{digest}"
+    if converted.is_dir():
+        return ModelSource(model, str(converted))
+    return ModelSource(model, str(path.parent), path.name, converted)
+
+
+def _check_config(source: ModelSource) -> None:
+    """config.json is read as it stands: an unknown architecture has no configuration class."""
+    from ..modules.layered_model import check_supported
+
+    try:
+        with _quiet():
+            if source.gguf_file is None:
+                config = PreTrainedConfig.get_config_dict(source.location)[0]
+            else:
+                config = AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file).to_dict()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {source.name!r} has no configuration that can be read ({_first_line(error)}); it must be {VALID_MODELS}"
+        ) from error
+    if "model_type" not in config:
+        raise ValueError(f"model {source.name!r} has no config.json with a model_type; it must be {VALID_MODELS}")
+    try:
+        check_supported(SimpleNamespace(**config))
+    except ValueError as error:
+        raise ValueError(f"model {source.name!r}: {error}") from None
+
+
+def _convert(source: ModelSource) -> Path:
+    """Dequantise a GGUF file into a folder of float32 safetensors; it appears under its name only when complete."""
+    assert source.gguf_file is not None and source.converted is not None
+    target = source.converted
+    if target.is_dir():
+        return target
+    _note(f"converting {source.name} once, into {target} ...")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    try:
+        with _quiet():
+            _dequantise(Path(source.location), source.gguf_file, partial)
+        partial.chmod(0o755)
+        partial.rename(target)
+    except OSError:
+        if not target.is_dir():  # else another process was faster, and its conversion is as good
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _dequantise(folder: Path, gguf_file: str, target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=torch.float32)
+    for owner in (model, model.config):  # save_pretrained would refuse, or write the quantisation of the GGUF file down
+        for record in ("quantization_config", "hf_quantizer", "is_quantized", "quantization_method"):
+            owner.__dict__.pop(record, None)
+    model.hf_quantizer = None
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file).save_pretrained(target)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no advice from transformers: what matters is raised or noted here."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    enable_progress_bars()  # the line above also turned off those of downloads, which can take minutes
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _note(message: str) -> None:
+    print(f"speclight: {message}", file=sys.stderr, flush=True)
+
+
+def _some(names: Any, limit: int = 3) -> str:
+    names = sorted(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,173 @@
+"""What speculation did, counted one way everywhere: in the engine, in serving, in benchmarks, in training.
+
+MAT is tokens emitted per target pass, the bonus or corrected token included: plain decoding has exactly 1.0. The acceptance
+rate is accepted / drafted and lies in [0, 1]. A drafted tree counts its nodes without the root; rates per position go by
+depth, 1 being the first drafted token. Only what was emitted counts as accepted: a stop inside a block ends the counting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+
+def ratio(part: float, whole: float) -> float:
+    """part / whole, and 0 where there was nothing to take a part of."""
+    return part / whole if whole else 0.0
+
+
+class _Counters:
+    """Adding and exporting, for dataclasses whose fields are numbers and Counters."""
+
+    def merge(self, other: Self) -> None:
+        """Add another's counts to these."""
+        for item in fields(self):  # type: ignore[arg-type]
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(mine, Counter):
+                mine.update(theirs)
+            else:
+                setattr(self, item.name, mine + theirs)
+
+    @classmethod
+    def total(cls, parts: Iterable[Self]) -> Self:
+        """The sum; the parts stay as they are."""
+        whole = cls()
+        for part in parts:
+            whole.merge(part)
+        return whole
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every counter, ready for JSON: the keys of histograms are strings, as JSON has them."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
+        return {name: _json_ready(value) for name, value in values.items()}
+
+
+def _json_ready(value: Any) -> Any:
+    return {str(key): value[key] for key in sorted(value)} if isinstance(value, Counter) else value
+
+
+@dataclass
+class SequenceStats(_Counters):
+    """Counts of one sequence, or of many after `total`.
+
+    target_passes: passes that gave this sequence logits; prefill_passes: those that only filled the cache.
+    prefill_tokens: tokens run in the latter; cached_tokens: prompt tokens found in the prefix cache instead.
+    draft_calls: proposals asked for; draft_failures: steps whose drafter raised; steps_without_draft: target passes without
+        a drafted token, for whatever reason.
+    retrieval_steps: target passes in which a retrieving drafter could look up; retrieval_hits: those where it found one.
+    accepted_lengths: {num_accepted: passes}, over passes that verified a draft.
+    drafted_at, reached_at, accepted_at: per depth, passes whose draft reaches it, that decided it (all before it was
+        accepted), and that accepted it.
+    seconds: from arrival to finish; seconds_to_first_token: from arrival. Of many sequences both are sums, not wall time.
+    """
+
+    emitted_tokens: int = 0
+    target_passes: int = 0
+    prefill_passes: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_calls: int = 0
+    draft_failures: int = 0
+    steps_without_draft: int = 0
+    retrieval_steps: int = 0
+    retrieval_hits: int = 0
+    preemptions: int = 0
+    seconds: float = 0.0
+    seconds_to_first_token: float = 0.0
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    reached_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+
+    def record_pass(
+        self, num_drafted: int, max_depth: int, num_accepted: int, emitted: int, retrieval_hit: bool | None = None
+    ) -> None:
+        """Count one verification pass.
+
+        max_depth: depth of the proposal's deepest node (a chain's length). num_accepted: how many it accepted; no more than
+        `emitted` are counted, since a stop or the length cap can end the text before. retrieval_hit: None where nothing
+        could be looked up.
+        """
+        self.target_passes += 1
+        self.emitted_tokens += emitted
+        if retrieval_hit is not None:
+            self.retrieval_steps += 1
+            self.retrieval_hits += retrieval_hit
+        if num_drafted == 0:
+            self.steps_without_draft += 1
+            return
+        self._record_draft(num_drafted, max_depth, min(num_accepted, emitted), ended_early=emitted <= num_accepted)
+
+    def _record_draft(self, num_drafted: int, max_depth: int, num_accepted: int, ended_early: bool) -> None:
+        self.drafted += num_drafted
+        self.accepted += num_accepted
+        self.accepted_lengths[num_accepted] += 1
+        self.drafted_at.update(range(1, max_depth + 1))
+        self.accepted_at.update(range(1, num_accepted + 1))
+        # The depth after the last accepted one was turned down, unless the text ended before it was decided.
+        decided = num_accepted if ended_early else num_accepted + 1
+        self.reached_at.update(range(1, min(decided, max_depth) + 1))
+
+    @property
+    def mat(self) -> float:
+        """Mean accepted tokens: emitted tokens per target pass."""
+        return ratio(self.emitted_tokens, self.target_passes)
+
+    @property
+    def acceptance_rate(self) -> float:
+        return ratio(self.accepted, self.drafted)
+
+    @property
+    def retrieval_rate(self) -> float:
+        """Share of lookups that found something."""
+        return ratio(self.retrieval_hits, self.retrieval_steps)
+
+    @property
+    def conditional_acceptance(self) -> dict[int, float]:
+        """{depth: P(accepted at this depth | all before it accepted)}."""
+        return {depth: ratio(self.accepted_at[depth], self.reached_at[depth]) for depth in sorted(self.reached_at)}
+
+    @property
+    def unconditional_acceptance(self) -> dict[int, float]:
+        """{depth: accepted at this depth / drafted at this depth}."""
+        return {depth: ratio(self.accepted_at[depth], self.drafted_at[depth]) for depth in sorted(self.drafted_at)}
+
+    def as_dict(self) -> dict[str, Any]:
+        derived = {"mat": self.mat, "acceptance_rate": self.acceptance_rate, "retrieval_rate": self.retrieval_rate}
+        return super().as_dict() | derived
+
+
+@dataclass
+class EngineStats(_Counters):
+    """Where an engine's time went, in seconds, over its steps.
+
+    drafting_seconds: outside the target model: proposing, observing, building trees and batches (a draft model's own passes
+        included). verifying_seconds: sampling, committing, text, scheduling. layer_tokens: tokens times layers run.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    drafting_seconds: float = 0.0
+    model_seconds: float = 0.0
+    verifying_seconds: float = 0.0
+    layer_tokens: int = 0
+
+    def record_step(self, seconds: float, drafting: float, model: float, verifying: float, layer_tokens: int) -> None:
+        self.steps += 1
+        self.seconds += seconds
+        self.drafting_seconds += drafting
+        self.model_seconds += model
+        self.verifying_seconds += verifying
+        self.layer_tokens += layer_tokens
+
+    @property
+    def overhead_share(self) -> float:
+        """Drafting outside the target model, as a share of the time of all steps."""
+        return ratio(self.drafting_seconds, self.seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        return super().as_dict() | {"overhead_share": self.overhead_share}

@@ -1,0 +1,292 @@
+"""From raw logits to the distribution that is sampled, verified against or drafted from.
+
+transformers' logits processors are the semantics, in the order in which its `generate` applies them: bias, penalties,
+the user's own, then temperature, top-k, top-p, min-p. Plain decoding, verification and drafting share one pipeline, so
+they cannot disagree. Forced tokens, grammars and the like have no field of their own: `logits_processors` takes them.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from .acceptance import Dense, Distribution, OneHot
+
+GREEDY_BELOW = 1e-5  # dividing logits by less overflows float32 long before it changes the outcome
+HOTTEST = 1e6  # uniform for any real logits; in float32 a far higher temperature turns a ban's -inf into NaN
+
+Ids = Int[Tensor, "1 tokens"]
+Scores = Float[Tensor, "1 vocab"]
+Processor = Callable[[Any, Any], Tensor]  # any transformers LogitsProcessor: (Ids, Scores) -> Scores
+
+
+def _positive(value: float) -> bool:
+    return 0.0 < value < math.inf
+
+
+def _unit(value: float) -> bool:
+    return 0.0 <= value <= 1.0
+
+
+_REAL_FIELDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda value: 0.0 <= value <= HOTTEST, "from 0 (greedy) to 1e6, or null for 1"),
+    ("top_p", _unit, "from 0 (only the most likely token) to 1 (off)"),
+    ("min_p", _unit, "from 0 (off) to 1"),
+    ("repetition_penalty", _positive, "above 0 (1 is off)"),
+    ("presence_penalty", math.isfinite, "that is finite (0 is off)"),
+    ("frequency_penalty", math.isfinite, "that is finite (0 is off)"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What shapes a text's next-token distribution.
+
+    temperature: None is 1; anything below 1e-5 is greedy.
+    top_k: 0 and -1 are off, and so is a value above the vocabulary. top_p: 0 keeps only the most likely token.
+    min_p: drops tokens less likely than this share of the most likely one.
+    repetition_penalty: on tokens of the prompt and the output, as in transformers.
+    presence_penalty, frequency_penalty: subtracted from the logits of emitted tokens, once and per occurrence. The
+        prompt does not count, as with OpenAI and vLLM.
+    logit_bias: added to logits by token id; -inf bans. Ids may be strings, as JSON has them.
+    logits_processors: any transformers LogitsProcessor, called as `processor(input_ids, scores)` with the prompt and
+        what has been emitted, once per emitted token and in order. All texts of a request share them: one that keeps
+        state between calls needs a request of its own with n=1.
+    seed: the same seed gives the same text, whatever runs beside it; None gives a different text every time.
+
+    Raises ValueError naming the field, its value and what would be valid.
+    """
+
+    temperature: float | None = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logits_processors: tuple[Processor, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, is_valid, wanted in _REAL_FIELDS:
+            value = getattr(self, name)
+            if name != "temperature" or value is not None:
+                object.__setattr__(self, name, _real(name, value, is_valid, wanted))
+        object.__setattr__(self, "top_k", _integer("top_k", self.top_k, -1, "of at least 1, or 0 or -1 for off"))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", _integer("seed", self.seed, None, "or null"))
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "logits_processors", _checked_processors(self.logits_processors))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is the most likely one, penalties and bans included."""
+        return self.top_p == 0.0 or (self.temperature is not None and self.temperature < GREEDY_BELOW)
+
+
+def _real(name: str, value: object, is_valid: Callable[[float], bool], wanted: str) -> float:
+    with suppress(OverflowError):  # an integer beyond float's range
+        if isinstance(value, Real) and not isinstance(value, bool) and is_valid(float(value)):
+            return float(value)
+    raise ValueError(f"{name} must be a number {wanted}, got {value!r}")
+
+
+def _integer(name: str, value: object, least: int | None, wanted: str) -> int:
+    if isinstance(value, Integral) and not isinstance(value, bool) and (least is None or int(value) >= least):
+        return int(value)
+    raise ValueError(f"{name} must be an integer {wanted}, got {value!r}")
+
+
+def _checked_bias(bias: object) -> dict[int, float]:
+    """A copy with integer keys, so that what a caller does to theirs afterwards has no effect."""
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}")
+    checked: dict[int, float] = {}
+    for key, value in bias.items():
+        token_id = _integer("logit_bias key", int(key) if _is_decimal(key) else key, 0, "token id of at least 0")
+        if token_id in checked:
+            raise ValueError(f"logit_bias must name each token once, got {token_id} twice")
+        wanted = "below inf (-inf bans the token)"
+        checked[token_id] = _real(f"logit_bias[{token_id}]", value, lambda number: number < math.inf, wanted)
+    return checked
+
+
+def _is_decimal(key: object) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdecimal()
+
+
+def _checked_processors(processors: object) -> tuple[Processor, ...]:
+    if not isinstance(processors, list | tuple) or not all(callable(processor) for processor in processors):
+        raise ValueError(f"logits_processors must be a list of callables (input_ids, scores), got {processors!r}")
+    return tuple(processors)
+
+
+class LogitBias(LogitsProcessor):
+    """Adds to the logits of single tokens.
+
+    may_exceed_vocab: drop ids that the logits lack instead of raising ValueError (a draft model with a smaller
+        vocabulary cannot propose them anyway).
+    """
+
+    def __init__(self, bias: Mapping[int, float], may_exceed_vocab: bool = False) -> None:
+        self.bias = bias
+        self.may_exceed_vocab = may_exceed_vocab
+
+    def __call__(self, input_ids: Ids, scores: Scores) -> Scores:
+        known = [token_id for token_id in self.bias if token_id < scores.shape[-1]]
+        if len(known) < len(self.bias) and not self.may_exceed_vocab:
+            raise ValueError(
+                f"logit_bias must name ids below {scores.shape[-1]}, the model's vocabulary, got {max(self.bias)}"
+            )
+        values = scores.new_tensor([[self.bias[token_id] for token_id in known]])
+        return scores.index_add(1, torch.tensor(known, dtype=torch.long, device=scores.device), values)
+
+
+class OccurrencePenalty(LogitsProcessor):
+    """OpenAI's presence and frequency penalties: logit - presence - frequency * count, for every emitted token."""
+
+    def __init__(self, presence: float, frequency: float, num_prompt: int) -> None:
+        self.presence = presence
+        self.frequency = frequency
+        self.num_prompt = num_prompt
+
+    def __call__(self, input_ids: Ids, scores: Scores) -> Scores:
+        emitted = input_ids[0, self.num_prompt :]
+        # ids that the logits lack: a draft model's vocabulary may be smaller than the target's
+        token_ids, counts = emitted[emitted < scores.shape[-1]].unique(return_counts=True)
+        return scores.index_add(1, token_ids, -(self.presence + self.frequency * counts.to(scores.dtype)).unsqueeze(0))
+
+
+class LogitsPipeline:
+    """One sequence's way from a row of logits to a distribution; plain decoding, verifying and drafting all take it.
+
+    num_prompt: how many leading tokens of every prefix are the prompt.
+    for_drafts: make a proposal's distribution. The user's logits_processors are not run: a draft's distribution may be
+        any, and processors with state must see only prefixes that were emitted.
+    """
+
+    def __init__(self, params: SamplingParams, num_prompt: int, for_drafts: bool = False) -> None:
+        self._greedy = params.is_greedy
+        self._processors = _make_processors(params, num_prompt, for_drafts)
+        self._warpers = [] if self._greedy else _make_warpers(params)
+
+    @property
+    def only_argmax(self) -> bool:
+        """Whether a call is nothing but `greedy_ids` of its row, so that many rows can be done at once."""
+        return self._greedy and not self._processors
+
+    def __call__(self, logits_row: Float[Tensor, "vocab"], prefix: Sequence[int]) -> Distribution:
+        """The distribution of the token after `prefix` (prompt included), whose raw logits are `logits_row`.
+
+        Computed in float32, or in float64 where the logits are. The row itself is left as it is. Raises ValueError for
+        logits that define no distribution: NaN, or every token banned.
+        """
+        scores = logits_row.unsqueeze(0)
+        if self._processors:
+            scores = scores.to(_at_least_float32(scores), copy=True)  # a user's processor may write into its argument
+            input_ids = torch.from_numpy(np.array([prefix], dtype=np.int64)).to(scores.device)
+            for process in self._processors:
+                scores = process(input_ids, scores)
+        if self._greedy:
+            return OneHot(greedy_ids(scores)[0], scores.shape[-1])
+        return Dense(self._warped_probs(scores.to(_at_least_float32(scores))))
+
+    def _warped_probs(self, scores: Scores) -> Float[Tensor, "vocab"]:
+        unread = torch.empty(1, 0, dtype=torch.long)  # warpers look at scores only
+        for warp in self._warpers:
+            scores = warp(unread, scores)
+        probs = torch.softmax(scores, dim=-1)[0]
+        if math.isnan(probs[0].item()):  # one entry tells: without a finite sum all of them are NaN
+            raise _no_distribution(scores)
+        return probs
+
+
+def _make_processors(params: SamplingParams, num_prompt: int, for_drafts: bool) -> list[Processor]:
+    processors: list[Processor] = []
+    if params.logit_bias:
+        processors.append(LogitBias(params.logit_bias, may_exceed_vocab=for_drafts))
+    if params.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        processors.append(OccurrencePenalty(params.presence_penalty, params.frequency_penalty, num_prompt))
+    return processors if for_drafts else [*processors, *params.logits_processors]
+
+
+def _make_warpers(params: SamplingParams) -> list[Processor]:
+    warpers: list[Processor] = []
+    if params.temperature not in (None, 1.0):
+        warpers.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k > 0:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0.0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers
+
+
+def greedy_ids(logits: Float[Tensor, "rows vocab"]) -> list[int]:
+    """The most likely token of each row, the first of equals as in transformers. ValueError for a row that has none."""
+    values, ids = logits.max(dim=-1)  # unlike argmax fast in bfloat16 on CPUs, and NaN shows in the values
+    if not bool((values > -math.inf).all()):
+        raise _no_distribution(logits)
+    return ids.tolist()
+
+
+def _no_distribution(scores: Float[Tensor, "rows vocab"]) -> ValueError:
+    if scores.isnan().any():
+        return ValueError("logits hold NaN: the model's weights or a logits processor are broken")
+    if (scores == math.inf).any():
+        return ValueError("logits hold +inf: they overflowed their dtype, or a logits processor is broken")
+    return ValueError(f"all {scores.shape[-1]} tokens are banned (-inf) by logit_bias or logits_processors")
+
+
+def logprobs(logits_row: Float[Tensor, "vocab"], token_id: int, top: int) -> tuple[float, dict[int, float]]:
+    """(log-probability of `token_id`, the `top` most likely ids with theirs, best first), of the raw logits."""
+    values = torch.log_softmax(logits_row, dim=-1, dtype=_at_least_float32(logits_row))
+    best, ids = values.topk(min(top, values.shape[-1]))
+    return float(values[token_id]), dict(zip(ids.tolist(), best.tolist(), strict=True))
+
+
+def make_generator(
+    seed: int | None, index: int = 0, device: torch.device | str = "cpu", stream: int = 0
+) -> torch.Generator:
+    """The generator of a request's `index`-th text: a pure function of `seed + index` and `stream`.
+
+    So the third text of seed 7 is the first of seed 9. Streams of one seed are independent of each other: 0 draws from
+    the target, 1 drafts. Without a seed every call gives a different generator. Neighbouring seeds are hashed apart;
+    devices of different kinds draw different numbers from one seed.
+    """
+    key = secrets.randbits(64) if seed is None else seed + index
+    return torch.Generator(device).manual_seed(_splitmix64(_splitmix64(key) + stream))
+
+
+def _splitmix64(state: int) -> int:
+    """One step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection of 64-bit integers, every bit mixed."""
+    z = (state + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def _at_least_float32(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)

@@ -1,0 +1,252 @@
+"""Layers 2 to 4 of exactness: greedy equality with transformers, the cache against a fresh prefill, the law of the output.
+
+Layer 1, the algebra of the rule, is tests/modules/test_acceptance.py.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import scipy.stats
+import torch
+from speclight.infer.draft_model import DraftModelDrafter
+from speclight.infer.drafter import Drafter
+from speclight.infer.engine import Engine
+from speclight.infer.logitspec import LogitSpecDrafter
+from speclight.infer.prompt_lookup import PromptLookupDrafter
+from speclight.infer.request import GenerationParams
+from speclight.modules.batch import BatchItem, RaggedBatch
+from speclight.modules.kv_cache import CacheTable
+from speclight.modules.token_tree import TokenTree
+from support import TableLM, hf_tiny, random_table, tiny_lm
+
+NEW_TOKENS = 24
+
+
+class RandomTreeDrafter(Drafter):
+    """Proposes random trees over few tokens: hits, misses and branches of every shape."""
+
+    name = "random-tree"
+
+    def __init__(self, vocab: int = 96, seed: int = 0) -> None:
+        self.random, self.vocab = random.Random(seed), vocab
+
+    def default_draft_tokens(self) -> int:
+        return 12
+
+    def propose(self, sequences):
+        return [self._tree(sequence) for sequence in sequences]
+
+    def _tree(self, sequence):
+        token_ids, parents, taken = [sequence.token_ids[-1]], [-1], set()
+        for _ in range(self.random.randrange(12)):
+            parent, token_id = self.random.randrange(len(token_ids)), self.random.randrange(self.vocab)
+            if (parent, token_id) not in taken:
+                taken.add((parent, token_id))
+                token_ids.append(token_id)
+                parents.append(parent)
+        return TokenTree(token_ids, parents)
+
+
+class OracleDrafter(Drafter):
+    """Proposes a tree whose one branch is the known continuation, wrong from a random depth on."""
+
+    name = "oracle"
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], seed: int = 0) -> None:
+        self.texts, self.random = texts, random.Random(seed)
+
+    def default_draft_tokens(self) -> int:
+        return 9
+
+    def propose(self, sequences):
+        return [self._tree(sequence) for sequence in sequences]
+
+    def _tree(self, sequence):
+        ahead = self.texts[tuple(sequence.token_ids[: sequence.num_prompt])][sequence.num_emitted :][:4]
+        right = ahead[: self.random.randrange(len(ahead) + 1)]
+        tree = TokenTree.root(sequence.token_ids[-1])
+        token_ids, parents = list(tree.token_ids), list(tree.parents)
+        for wrong in (ahead[:1] and [(ahead[0] + 1) % 96], right):  # a wrong branch first, so that the right one is moved
+            parent = 0
+            for token_id in wrong:
+                token_ids.append(token_id)
+                parents.append(parent)
+                parent = len(token_ids) - 1
+        return TokenTree(token_ids, parents)
+
+
+@cache
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(96) for _ in range(rng.choice([1, 2, 5, 17, 30]))] * rng.choice([1, 2]) for _ in range(count)]
+
+
+@cache
+def expected(count: int) -> list[list[int]]:
+    """transformers' own greedy texts."""
+    model = hf_tiny()
+    texts = []
+    for ids in prompts(count):
+        output = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS)
+        texts.append(output[0, len(ids) :].tolist())
+    return texts
+
+
+DRAFTERS = ["ar", "prompt-lookup", "logitspec", "draft-model", "draft-same", "random-tree", "oracle"]
+
+
+def drafter(name: str, count: int = 16) -> Drafter:
+    return {
+        "ar": Drafter,
+        "prompt-lookup": lambda: PromptLookupDrafter(num_tokens=4),
+        "logitspec": lambda: LogitSpecDrafter(k=8, capacity=12, retrieved=5),
+        "draft-model": lambda: DraftModelDrafter(tiny_lm(seed=1), num_tokens=3, block_size=4),
+        "draft-same": lambda: DraftModelDrafter(tiny_lm(), num_tokens=3, block_size=4),
+        "random-tree": RandomTreeDrafter,
+        "oracle": lambda: OracleDrafter({tuple(p): t for p, t in zip(prompts(count), expected(count), strict=True)}),
+    }[name]()
+
+
+def make_engine(name: str, **options) -> Engine:
+    one = drafter(name)
+    return Engine(tiny_lm(), drafters=[one], default_method=one.name, strict=True, **({"num_blocks": 400} | options))
+
+
+@pytest.mark.parametrize("pressure", ["roomy", "preempted"])
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_text_equals_transformers_generate(name, batch, block_size, pressure):
+    """Layer 2. Fails if a draft is accepted wrongly or a pass sees a wrong key, with and without preemption."""
+    slots = 2000 if pressure == "roomy" else 110  # the longest text needs 84
+    engine = make_engine(name, block_size=block_size, num_blocks=slots // block_size, max_num_seqs=batch, max_batch_tokens=40)
+    results = engine.generate(prompts(16)[:batch] if batch > 1 else prompts(16)[:4], GenerationParams(max_new_tokens=NEW_TOKENS))
+    for result, text in zip(results, expected(16), strict=False):
+        assert result.token_ids == text
+        assert result.finish_reason == "length"
+    if pressure == "preempted" and batch == 16:
+        assert sum(result.stats.preemptions for result in results) > 0
+    assert engine.cache.allocator.num_in_use == 0
+    engine.check_invariants()
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_after_every_commit_the_cache_equals_a_fresh_prefill(name, block_size):
+    """Layer 3. Fails if a rejected token's key stays, a branch is moved wrongly or a length is one off."""
+    engine = make_engine(name, block_size=block_size, num_blocks=800 // block_size, max_batch_tokens=20)
+    for prompt in prompts(16)[:3]:
+        engine.add(prompt, GenerationParams(max_new_tokens=12, temperature=1.0, seed=5))
+    while engine.has_work:
+        engine.step()
+        engine.check_invariants()
+        for sequence in engine.scheduler.running:
+            _assert_cache_is_fresh(engine, sequence)
+
+
+def _assert_cache_is_fresh(engine: Engine, sequence) -> None:
+    length = sequence.table.length
+    if length == 0:
+        return
+    fresh, table = engine.model.new_cache(length, 1), CacheTable()
+    assert fresh.reserve(table, length)
+    with torch.inference_mode():
+        engine.model(RaggedBatch.build([BatchItem(sequence.token_ids[:length], 0, table.blocks)], 1), fresh)
+    slots = [engine.cache.slot(sequence.table, position) for position in range(length)]
+    expected_slots = [fresh.slot(table, position) for position in range(length)]
+    torch.testing.assert_close(
+        engine.cache.data[:, :, slots], fresh.data[:, :, expected_slots], atol=1e-9, rtol=1e-9
+    )
+
+
+VOCAB = 4
+
+
+def table_drafter(name: str) -> Drafter:
+    return {
+        "ar": Drafter,
+        "prompt-lookup": lambda: PromptLookupDrafter(num_tokens=2),
+        "logitspec": lambda: LogitSpecDrafter(k=3, capacity=6, retrieved=3),
+        "draft-model": lambda: DraftModelDrafter(TableLM(random_table(VOCAB, seed=7)), num_tokens=2),
+        "draft-greedy": lambda: DraftModelDrafter(TableLM(random_table(VOCAB, seed=7)), num_tokens=2, draft_temperature=0.0),
+        "draft-hot": lambda: DraftModelDrafter(TableLM(random_table(VOCAB, seed=7)), num_tokens=2, draft_temperature=2.0),
+        "random-tree": lambda: RandomTreeDrafter(VOCAB),
+    }[name]()
+
+
+LAW_DRAFTERS = ["ar", "prompt-lookup", "logitspec", "draft-model", "draft-greedy", "draft-hot", "random-tree"]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("name", LAW_DRAFTERS)
+def test_sampled_texts_have_the_targets_law(name, batch):
+    """Layer 4: chi-square over all 64 texts of three tokens, every one of known probability.
+
+    p must exceed 1e-5, so all 21 cases together fail a right engine with probability 2.1e-4 at most; the seeds are fixed.
+    """
+    table, runs = random_table(VOCAB, seed=3, order=2, scale=1.0), 1600
+    one = table_drafter(name)
+    options = {"num_blocks": 30, "block_size": 1} if batch == 3 else {"num_blocks": 64, "block_size": 16}
+    engine = Engine(TableLM(table, num_layers=1), drafters=[one], default_method=one.name, strict=True, max_num_seqs=batch, **options)
+    prompt = [2, 1, 2, 1]
+    params = [GenerationParams(max_new_tokens=4, temperature=1.0, seed=1000 + run) for run in range(runs)]
+    counts: dict[tuple[int, ...], int] = {}
+    for result in engine.generate([prompt] * runs, params):
+        text = tuple(result.token_ids[:3])
+        counts[text] = counts.get(text, 0) + 1
+    assert _chi_square(table, prompt, counts, runs) > 1e-5
+
+
+def _chi_square(table: torch.Tensor, prompt: list[int], counts: dict[tuple[int, ...], int], runs: int) -> float:
+    law = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for text, chance in law.items():
+            ids = [*prompt, *text]
+            row = torch.softmax(table[ids[-2], ids[-1]], -1).tolist()
+            longer.update({(*text, token): chance * p for token, p in enumerate(row)})
+        law = longer
+    common = [text for text, chance in law.items() if chance * runs >= 5]
+    seen = [counts.get(text, 0) for text in common]
+    wanted = [law[text] * runs for text in common]
+    seen.append(runs - sum(seen))
+    wanted.append(runs - sum(wanted))
+    return float(scipy.stats.chisquare(seen, wanted).pvalue)
+
+
+def test_a_wrong_rule_would_fail_the_law_test():
+    """The chi-square has the power to notice a draft whose stated distribution is not the one it was drawn from."""
+
+    class Liar(DraftModelDrafter):
+        def propose(self, sequences):
+            trees = super().propose(sequences)
+            return [TokenTree.chain(t.token_ids, [_flat()] * t.num_drafted) if len(t) > 1 else t for t in trees]
+
+    def _flat():
+        from speclight.modules.acceptance import Dense
+
+        return Dense(torch.full((VOCAB,), 1 / VOCAB, dtype=torch.float64))
+
+    table, runs = random_table(VOCAB, seed=3, order=2, scale=1.0), 1600
+    liar = Liar(TableLM(random_table(VOCAB, seed=7)), num_tokens=2)
+    engine = Engine(TableLM(table, num_layers=1), drafters=[liar], default_method=liar.name, num_blocks=64, strict=True)
+    params = [GenerationParams(max_new_tokens=4, temperature=1.0, seed=run) for run in range(runs)]
+    counts: dict[tuple[int, ...], int] = {}
+    for result in engine.generate([[2, 1, 2, 1]] * runs, params):
+        text = tuple(result.token_ids[:3])
+        counts[text] = counts.get(text, 0) + 1
+    assert _chi_square(table, [2, 1, 2, 1], counts, runs) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "logitspec", "random-tree", "oracle"])
+def test_a_seeded_sampled_text_equals_plain_decodings_where_nothing_was_drawn(name):
+    """Proposals without distributions leave even the sampled text untouched: one draw per emitted token, in order."""
+    params = GenerationParams(max_new_tokens=20, temperature=0.8, top_k=20, seed=42)
+    texts = []
+    for method in ("ar", name):
+        engine = make_engine(method)
+        texts.append([r.token_ids for r in engine.generate(prompts(16)[:5], params)])
+    assert texts[0] == texts[1]
