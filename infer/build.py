@@ -1,7 +1,7 @@
 """From a user's options to a running engine: what `generate`, `verify` and `bench` share.
 
-The option classes are the commands' flags and YAML keys. This module imports torch only inside functions, so that `--help`
-answers at once; that is why the drafters' defaults stand here a second time (tests compare them with the constructors).
+The option classes are the commands' flags and YAML keys. This module imports torch only inside functions, so that
+`--help` answers at once; that is why the drafters' defaults stand here a second time (a test compares the two).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def option(default: Any, help: str, **more: Any) -> Any:
     """A dataclass field that is a flag; `...` makes it a required one."""
-    default = {} if default is ... else {"default": default}
-    return field(**default, metadata={"help": help, **more})
+    given = {} if default is ... else {"default": default}
+    return field(**given, metadata={"help": help, **more})
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,7 @@ class EngineOptions(ModelOptions):
 
 @dataclass(kw_only=True)
 class RequestOptions:
-    """Defaults of every request; a JSONL row can set its own. The names are those of GenerationParams."""
+    """Every request, unless its JSONL row says otherwise. The names are those of GenerationParams."""
 
     method: str = option("logitspec", "ar, prompt-lookup, logitspec or draft-model")
     draft_tokens: int | None = option(None, "nodes of a tree with its root, or length of a chain; 0 is off")
@@ -170,7 +170,7 @@ def check_method(method: str) -> None:
 
 
 def did_you_mean(name: str, valid: Sequence[str]) -> str:
-    """"; did you mean 'temperature'?", or nothing when no valid name is near."""
+    """`; did you mean 'temperature'?`, or nothing when no valid name is near."""
     close = get_close_matches(name, valid, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 

@@ -245,7 +245,7 @@ class Engine:
         trees = {s.sequence_id: TokenTree.root(s.token_ids[-1]) for s in sequences}
         groups: dict[str, list[Sequence]] = defaultdict(list)
         for sequence in sequences:
-            if sequence.num_pending == 1 and sequence.draft_tokens > 0 and sequence.max_depth > 0:
+            if sequence.draft_tokens > 0:
                 groups[self._decoding[sequence.sequence_id].drafter.name].append(sequence)
         for name, group in groups.items():
             for sequence in group:
@@ -366,7 +366,7 @@ class Engine:
             max_depth=max(tree.depths),
             num_accepted=min(verdict.num_accepted, len(token_ids)),
             emitted=len(token_ids),
-            retrieval_hit="ngram" in tree.sources if decoding.drafter.retrieves and step.scheduled.num_tokens == 1 else None,
+            retrieval_hit="ngram" in tree.sources if decoding.drafter.retrieves and sequence.draft_tokens > 0 else None,
         )
         return text, token_ids
 
@@ -436,7 +436,7 @@ class Engine:
             wanted = self.draft_tokens
         if wanted is None:
             wanted = self._decoding[sequence.sequence_id].drafter.default_draft_tokens()
-        return (wanted, room - 1) if room > 1 else (0, 0)
+        return (wanted, room - 1) if room > 1 and wanted > 0 else (0, 0)
 
     # -- self-checks and helpers ---------------------------------------------------------------------------------
 

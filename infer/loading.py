@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -211,8 +212,8 @@ def _check_weight_files(model: str, folder: Path, allow_pickle: bool) -> None:
     elif not (folder / "model.safetensors").is_file():
         if pickles:
             raise ValueError(
-                f"model folder {model!r} has only pickled weights ({_some(pickles)}), which can run any code when loaded; "
-                "convert them to safetensors, or pass --allow-pickle if you trust them"
+                f"model folder {model!r} has only pickled weights ({_some(pickles)}), which can run any code when "
+                "loaded; convert them to safetensors, or pass --allow-pickle if you trust them"
             )
         raise ValueError(f"model folder {model!r} has no model.safetensors")
 
@@ -240,7 +241,8 @@ def _check_config(source: ModelSource) -> None:
                 config = AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file).to_dict()
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model {source.name!r} has no configuration that can be read ({_first_line(error)}); it must be {VALID_MODELS}"
+            f"model {source.name!r} has no configuration that can be read ({_first_line(error)}); "
+            f"it must be {VALID_MODELS}"
         ) from error
     if "model_type" not in config:
         raise ValueError(f"model {source.name!r} has no config.json with a model_type; it must be {VALID_MODELS}")
@@ -252,7 +254,8 @@ def _check_config(source: ModelSource) -> None:
 
 def _convert(source: ModelSource) -> Path:
     """Dequantise a GGUF file into a folder of float32 safetensors; it appears under its name only when complete."""
-    assert source.gguf_file is not None and source.converted is not None
+    assert source.gguf_file is not None
+    assert source.converted is not None
     target = source.converted
     if target.is_dir():
         return target
@@ -260,7 +263,7 @@ def _convert(source: ModelSource) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
     try:
-        with _quiet():
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # one bar is not transformers' own: tqdm's, to stderr
             _dequantise(Path(source.location), source.gguf_file, partial)
         partial.chmod(0o755)
         partial.rename(target)

@@ -96,8 +96,8 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, count: int, plan: list[Scheduled]) -> bool:
         """Hold room for `count` tokens and a proposal, preempting younger sequences; False if it had to give way itself."""
-        reaches_root = count == sequence.num_pending
-        sequence.draft_tokens, sequence.max_depth = self.bounds(sequence) if reaches_root and count == 1 else (0, 0)
+        drafts = count == sequence.num_pending and sequence.num_emitted > 0  # after preemption too, or seeds would shift
+        sequence.draft_tokens, sequence.max_depth = self.bounds(sequence) if drafts else (0, 0)
         while not self.cache.reserve(sequence.table, count + sequence.draft_tokens):
             victim = self._youngest_but(plan)
             if victim is not sequence:

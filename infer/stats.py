@@ -1,8 +1,9 @@
 """What speculation did, counted one way everywhere: in the engine, in serving, in benchmarks, in training.
 
-MAT is tokens emitted per target pass, the bonus or corrected token included: plain decoding has exactly 1.0. The acceptance
-rate is accepted / drafted and lies in [0, 1]. A drafted tree counts its nodes without the root; rates per position go by
-depth, 1 being the first drafted token. Only what was emitted counts as accepted: a stop inside a block ends the counting.
+MAT is tokens emitted per target pass, the bonus or corrected token included: plain decoding has exactly 1.0. The
+acceptance rate is accepted / drafted and lies in [0, 1]. A drafted tree counts its nodes without the root; rates per
+position go by depth, 1 being the first drafted token. Only what was emitted counts as accepted: a stop inside a block
+ends the counting.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, TypeVar
+
+Counters = TypeVar("Counters", bound="_Counters")
 
 
-def ratio(part: float, whole: float) -> float:
+def ratio(part: int | float, whole: int | float) -> float:
     """part / whole, and 0 where there was nothing to take a part of."""
     return part / whole if whole else 0.0
 
@@ -21,7 +24,7 @@ def ratio(part: float, whole: float) -> float:
 class _Counters:
     """Adding and exporting, for dataclasses whose fields are numbers and Counters."""
 
-    def merge(self, other: Self) -> None:
+    def merge(self: Counters, other: Counters) -> None:
         """Add another's counts to these."""
         for item in fields(self):  # type: ignore[arg-type]
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
@@ -31,7 +34,7 @@ class _Counters:
                 setattr(self, item.name, mine + theirs)
 
     @classmethod
-    def total(cls, parts: Iterable[Self]) -> Self:
+    def total(cls: type[Counters], parts: Iterable[Counters]) -> Counters:
         """The sum; the parts stay as they are."""
         whole = cls()
         for part in parts:
@@ -54,13 +57,14 @@ class SequenceStats(_Counters):
 
     target_passes: passes that gave this sequence logits; prefill_passes: those that only filled the cache.
     prefill_tokens: tokens run in the latter; cached_tokens: prompt tokens found in the prefix cache instead.
-    draft_calls: proposals asked for; draft_failures: steps whose drafter raised; steps_without_draft: target passes without
-        a drafted token, for whatever reason.
-    retrieval_steps: target passes in which a retrieving drafter could look up; retrieval_hits: those where it found one.
+    draft_calls: proposals asked for; draft_failures: steps whose drafter raised; steps_without_draft: target passes
+        without a drafted token, for whatever reason.
+    retrieval_steps: target passes in which a retrieving drafter could look up; retrieval_hits: those with a match.
     accepted_lengths: {num_accepted: passes}, over passes that verified a draft.
     drafted_at, reached_at, accepted_at: per depth, passes whose draft reaches it, that decided it (all before it was
         accepted), and that accepted it.
-    seconds: from arrival to finish; seconds_to_first_token: from arrival. Of many sequences both are sums, not wall time.
+    seconds: from arrival to finish; seconds_to_first_token: from arrival. Of many sequences both are sums, not wall
+        time.
     """
 
     emitted_tokens: int = 0
@@ -88,9 +92,9 @@ class SequenceStats(_Counters):
     ) -> None:
         """Count one verification pass.
 
-        max_depth: depth of the proposal's deepest node (a chain's length). num_accepted: how many it accepted; no more than
-        `emitted` are counted, since a stop or the length cap can end the text before. retrieval_hit: None where nothing
-        could be looked up.
+        max_depth: depth of the proposal's deepest node (a chain's length). num_accepted: how many it accepted; no more
+        than `emitted` are counted, since a stop or the length cap can end the text before. retrieval_hit: None where
+        nothing could be looked up.
         """
         self.target_passes += 1
         self.emitted_tokens += emitted
@@ -145,8 +149,9 @@ class SequenceStats(_Counters):
 class EngineStats(_Counters):
     """Where an engine's time went, in seconds, over its steps.
 
-    drafting_seconds: outside the target model: proposing, observing, building trees and batches (a draft model's own passes
-        included). verifying_seconds: sampling, committing, text, scheduling. layer_tokens: tokens times layers run.
+    drafting_seconds: outside the target model: proposing, observing, building trees and batches (a draft model's own
+        passes included). verifying_seconds: sampling, committing, text, scheduling. layer_tokens: tokens times layers
+        run.
     """
 
     steps: int = 0

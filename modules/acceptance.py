@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from .token_tree import TokenTree
 
 
+@runtime_checkable
 class Distribution(Protocol):
     """A next-token distribution over a vocabulary."""
 

@@ -34,6 +34,7 @@ GREEDY_BELOW = 1e-5  # dividing logits by less overflows float32 long before it 
 HOTTEST = 1e6  # uniform for any real logits; in float32 a far higher temperature turns a ban's -inf into NaN
 
 Ids = Int[Tensor, "1 tokens"]
+Row = Float[Tensor, "vocab"]
 Scores = Float[Tensor, "1 vocab"]
 Processor = Callable[[Any, Any], Tensor]  # any transformers LogitsProcessor: (Ids, Scores) -> Scores
 
@@ -194,7 +195,7 @@ class LogitsPipeline:
         """Whether a call is nothing but `greedy_ids` of its row, so that many rows can be done at once."""
         return self._greedy and not self._processors
 
-    def __call__(self, logits_row: Float[Tensor, "vocab"], prefix: Sequence[int]) -> Distribution:
+    def __call__(self, logits_row: Row, prefix: Sequence[int]) -> Distribution:
         """The distribution of the token after `prefix` (prompt included), whose raw logits are `logits_row`.
 
         Computed in float32, or in float64 where the logits are. The row itself is left as it is. Raises ValueError for
@@ -210,7 +211,7 @@ class LogitsPipeline:
             return OneHot(greedy_ids(scores)[0], scores.shape[-1])
         return Dense(self._warped_probs(scores.to(_at_least_float32(scores))))
 
-    def _warped_probs(self, scores: Scores) -> Float[Tensor, "vocab"]:
+    def _warped_probs(self, scores: Scores) -> Row:
         unread = torch.empty(1, 0, dtype=torch.long)  # warpers look at scores only
         for warp in self._warpers:
             scores = warp(unread, scores)
@@ -255,12 +256,12 @@ def greedy_ids(logits: Float[Tensor, "rows vocab"]) -> list[int]:
 def _no_distribution(scores: Float[Tensor, "rows vocab"]) -> ValueError:
     if scores.isnan().any():
         return ValueError("logits hold NaN: the model's weights or a logits processor are broken")
-    if (scores == math.inf).any():
-        return ValueError("logits hold +inf: they overflowed their dtype, or a logits processor is broken")
-    return ValueError(f"all {scores.shape[-1]} tokens are banned (-inf) by logit_bias or logits_processors")
+    if (scores == -math.inf).all(dim=-1).any():
+        return ValueError(f"all {scores.shape[-1]} tokens are banned (-inf) by logit_bias or logits_processors")
+    return ValueError("logits hold +inf: they overflowed their dtype, or a logits processor is broken")
 
 
-def logprobs(logits_row: Float[Tensor, "vocab"], token_id: int, top: int) -> tuple[float, dict[int, float]]:
+def logprobs(logits_row: Row, token_id: int, top: int) -> tuple[float, dict[int, float]]:
     """(log-probability of `token_id`, the `top` most likely ids with theirs, best first), of the raw logits."""
     values = torch.log_softmax(logits_row, dim=-1, dtype=_at_least_float32(logits_row))
     best, ids = values.topk(min(top, values.shape[-1]))

@@ -90,7 +90,10 @@ def expected(count: int) -> list[list[int]]:
     model = hf_tiny()
     texts = []
     for ids in prompts(count):
-        output = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS)
+        inputs = torch.tensor([ids])
+        output = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=NEW_TOKENS
+        )
         texts.append(output[0, len(ids) :].tolist())
     return texts
 

