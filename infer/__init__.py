@@ -1,1 +1,55 @@
-"""The inference engine, its drafters and its command line."""
+"""The inference engine, its drafters and its command line.
+
+    from speclight.infer import Engine, GenerationParams, LogitSpecDrafter, load_model
+
+Names are imported on first use, so that the command line can answer `--help` without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .draft_model import DraftModelDrafter
+    from .drafter import Drafter, Observation
+    from .engine import Engine
+    from .loading import load_model
+    from .logitspec import LogitSpecDrafter
+    from .prompt_lookup import PromptLookupDrafter
+    from .request import Completion, GenerationParams, Sequence, StreamChunk
+    from .stats import SequenceStats
+
+__all__ = [
+    "Completion",
+    "DraftModelDrafter",
+    "Drafter",
+    "Engine",
+    "GenerationParams",
+    "LogitSpecDrafter",
+    "Observation",
+    "PromptLookupDrafter",
+    "Sequence",
+    "SequenceStats",
+    "StreamChunk",
+    "load_model",
+]
+
+_MODULES = {
+    "DraftModelDrafter": ".draft_model",
+    "Drafter": ".drafter",
+    "Observation": ".drafter",
+    "Engine": ".engine",
+    "load_model": ".loading",
+    "LogitSpecDrafter": ".logitspec",
+    "PromptLookupDrafter": ".prompt_lookup",
+    "Completion": ".request",
+    "GenerationParams": ".request",
+    "Sequence": ".request",
+    "StreamChunk": ".request",
+    "SequenceStats": ".stats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name], __name__), name)

@@ -91,6 +91,8 @@ def _generate_one(options: GenerateOptions) -> None:
 def _print(options: GenerateOptions, completion: Completion) -> None:
     from .jobs import result_row
 
+    if completion.error is not None:
+        print(f"speclight: the text ended in an error: {completion.error}", file=sys.stderr)
     if options.json:
         print(json.dumps(result_row("prompt", completion), ensure_ascii=False))
     else:

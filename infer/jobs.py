@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from .build import check_method, did_you_mean
 from .request import Completion, GenerationParams, Prompt, StreamChunk
@@ -64,7 +64,7 @@ def _located(where: str, read: Any, *arguments: Any) -> Any:
     """Call, and put the place into the message of what is raised."""
     try:
         return read(*arguments)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
@@ -162,6 +162,8 @@ def result_row(key: str | int, completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stats": completion.stats.as_dict(),
     }
+    if completion.error is not None:
+        row["error"] = completion.error
     if completion.logprobs:
         row["logprobs"] = [asdict(entry) for entry in completion.logprobs]
     return row
@@ -247,6 +249,7 @@ def _encode(row: Mapping[str, Any]) -> bytes:
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
+@runtime_checkable
 class JobEngine(Protocol):
     """What running jobs needs of an engine."""
 

@@ -14,8 +14,9 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -153,8 +154,7 @@ def load_transformers(
             )
     except SafetensorError as error:
         raise ValueError(f"weights of {source.name!r} cannot be read ({error}); is the download complete?") from error
-    if info["missing_keys"]:
-        raise ValueError(f"weights of {source.name!r} are incomplete: {_some(info['missing_keys'])} missing")
+    _check_complete(source, info)
     if dtype == "auto" and target_device.type == "cpu" and model.dtype == torch.float16:
         _note(f"{source.name} is float16, which CPUs compute slowly: using float32")
         model = model.float()
@@ -166,13 +166,14 @@ def check_same_tokenizer(target: Any, draft: Any, target_name: str = "", draft_n
 
     Ids are compared in the range that both have: vocabularies padded to different sizes are fine.
     """
-    target_name, draft_name = target_name or target.name_or_path, draft_name or draft.name_or_path
-    for what, read in (("token id", _tokens_by_id), ("merge", _merges)):
-        for index, (ours, theirs) in enumerate(zip(read(target), read(draft), strict=False)):
+    ids = zip(_tokens_by_id(target), _tokens_by_id(draft), strict=False)
+    merges = zip_longest(_merges(target), _merges(draft))
+    for what, pairs in (("token id", ids), ("merge", merges)):
+        for index, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
                 raise ValueError(
-                    f"draft model {draft_name!r} must have the tokenizer of the target {target_name!r}, but differs: "
-                    f"{what} {index} is {theirs!r} there and {ours!r} in the target"
+                    f"draft model {draft_name or draft.name_or_path!r} must have the tokenizer of the target "
+                    f"{target_name or target.name_or_path!r}: {what} {index} is {theirs!r} there, {ours!r} in the target"
                 )
 
 
@@ -254,7 +255,6 @@ def _check_config(source: ModelSource) -> None:
 
 def _convert(source: ModelSource) -> Path:
     """Dequantise a GGUF file into a folder of float32 safetensors; it appears under its name only when complete."""
-    assert source.gguf_file is not None
     assert source.converted is not None
     target = source.converted
     if target.is_dir():
@@ -264,7 +264,7 @@ def _convert(source: ModelSource) -> Path:
     partial = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
     try:
         with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # one bar is not transformers' own: tqdm's, to stderr
-            _dequantise(Path(source.location), source.gguf_file, partial)
+            _dequantise(source, partial)
         partial.chmod(0o755)
         partial.rename(target)
     except OSError:
@@ -275,14 +275,23 @@ def _convert(source: ModelSource) -> Path:
     return target
 
 
-def _dequantise(folder: Path, gguf_file: str, target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=torch.float32)
+def _dequantise(source: ModelSource, target: Path) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source.location, gguf_file=source.gguf_file, dtype=torch.float32, output_loading_info=True
+    )
+    _check_complete(source, info)
     for owner in (model, model.config):  # save_pretrained would refuse, or write the quantisation of the GGUF file down
         for record in ("quantization_config", "hf_quantizer", "is_quantized", "quantization_method"):
             owner.__dict__.pop(record, None)
     model.hf_quantizer = None
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file).save_pretrained(target)
+    AutoTokenizer.from_pretrained(source.location, gguf_file=source.gguf_file).save_pretrained(target)
+
+
+def _check_complete(source: ModelSource, info: Mapping[str, Any]) -> None:
+    """transformers would initialise at random what it does not find."""
+    if info["missing_keys"]:
+        raise ValueError(f"weights of {source.name!r} are incomplete: {_some(info['missing_keys'])} missing")
 
 
 @contextlib.contextmanager

@@ -51,9 +51,17 @@ class GenerationParams(SamplingParams):
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop_token_ids", "stop"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+            value = getattr(self, name)
+            if not isinstance(value, list | tuple | set | frozenset | None):
+                raise ValueError(f"{name} must be a list, got {value!r}")
+            object.__setattr__(self, name, tuple(value or ()))
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
+        if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must hold integers of at least 0, got {self.stop_token_ids!r}")
+        for name, kind in (("method", str | None), ("namespace", str), ("ignore_eos", bool)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}, got {getattr(self, name)!r}")
         for name, least in (("draft_tokens", 0), ("max_new_tokens", 0), ("n", 1), ("logprobs", 0)):
             value = getattr(self, name)
             optional = name in ("draft_tokens", "logprobs")

@@ -9,7 +9,7 @@ ends the counting.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -40,6 +40,16 @@ class _Counters:
         for part in parts:
             whole.merge(part)
         return whole
+
+    @classmethod
+    def from_dict(cls: type[Counters], values: Mapping[str, Any]) -> Counters:
+        """What `as_dict` was made of; its derived rates are computed anew."""
+        counts = cls()
+        for item in fields(cls):  # type: ignore[arg-type]
+            value = values[item.name]
+            histogram = isinstance(value, dict)
+            setattr(counts, item.name, Counter({int(key): value[key] for key in value}) if histogram else value)
+        return counts
 
     def as_dict(self) -> dict[str, Any]:
         """Every counter, ready for JSON: the keys of histograms are strings, as JSON has them."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..modules.acceptance import Distribution
 
 
+@runtime_checkable
 class TargetRule(Protocol):
     """From the target's processed distribution p and the draft's q (None where nothing was drawn) to the one verified."""
 

@@ -57,9 +57,7 @@ def _attend(
     fold = query.shape[1] // kv_heads
     folded = query.view(seqs, queries, kv_heads, fold, head_dim).transpose(1, 2)
     folded = folded.reshape(seqs, kv_heads, queries * fold, head_dim)
-    shape = (seqs, group.num_keys, kv_heads, head_dim)
-    k = keys.index_select(0, group.key_slots).view(shape).transpose(1, 2)
-    v = values.index_select(0, group.key_slots).view(shape).transpose(1, 2)
+    k, v = _read(keys, group), _read(values, group)
     mask = group.mask(window, query.dtype, fold)
     if softcap is None:
         read = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling)
@@ -69,6 +67,15 @@ def _attend(
         read = torch.softmax(scores, dim=-1, dtype=_softmax_dtype(scores)).to(v.dtype) @ v
     read = read.view(seqs, kv_heads, queries, fold, head_dim).transpose(1, 2)
     return read.reshape(seqs * queries, kv_heads * fold, head_dim)
+
+
+def _read(stored: Tensor, group: AttentionGroup) -> Tensor:
+    """[seqs, kv_heads, keys, head_dim] of [slots, kv_heads, head_dim]: in place where the slots are one piece."""
+    if group.first_slot is not None:
+        read = stored[group.first_slot : group.first_slot + group.num_keys].unsqueeze(0)
+    else:
+        read = stored.index_select(0, group.key_slots).view(group.num_seqs, group.num_keys, *stored.shape[1:])
+    return read.transpose(1, 2)
 
 
 def _softmax_dtype(scores: Tensor) -> torch.dtype:

@@ -49,6 +49,7 @@ class AttentionGroup:
     query_index: [seqs * queries] rows of the flat batch, padded by repeating row 0; None when it is the whole batch in order.
     output_index: [tokens of the group] places of the real queries in the padded ones; None when nothing is padded.
     key_slots: [seqs * keys] where each key lies in the cache (or in the flat batch, without a cache).
+    first_slot: of a single sequence whose keys lie in one piece, which then are read in place; None otherwise.
     visible: [seqs, queries, keys]. Positions are only read by sliding windows.
     """
 
@@ -59,6 +60,7 @@ class AttentionGroup:
     output_index: Int[Tensor, "real_queries"] | None
     flat_index: Int[Tensor, "real_queries"] | None
     key_slots: Int[Tensor, "padded_keys"]
+    first_slot: int | None
     visible: Bool[Tensor, "seqs queries keys"]
     query_positions: Int[Tensor, "seqs queries"]
     key_positions: Int[Tensor, "seqs keys"]
@@ -192,6 +194,7 @@ def _make_group(
         put(np.flatnonzero(real)) if padded else None,
         None if whole else put(rows.reshape(-1)[real]),
         put(slots.reshape(-1)),
+        int(slots[0, 0]) if seqs == 1 and bool((np.diff(slots[0]) == 1).all()) else None,
         put(visible),
         put(query_at),
         put(key_at),

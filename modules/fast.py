@@ -97,21 +97,25 @@ class FastAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
             rotated = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
-        query, key = rotate(rotated, *position_embeddings).split([self.num_heads, self.num_kv_heads], dim=1)
+        query, key = rotate(rotated, *paged.halves(position_embeddings)).split([self.num_heads, self.num_kv_heads], dim=1)
         keys, values = paged.write(self.layer_index, key, value)
         read = paged_attention(query, keys, values, paged.batch, self.scaling, self.window, self.softcap)
         return self.output(read.view(tokens, -1)).unsqueeze(0), None
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, halves convention. heads: [tokens, heads, head_dim]; cos, sin: [1, tokens, head_dim].
+def signed_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' [1, tokens, head_dim] cos and sin as `rotate` takes them: [tokens, 1, head_dim], sin with signs."""
+    half = sin.shape[-1] // 2
+    return cos[0].unsqueeze(1), torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).unsqueeze(1)
 
-    x cos + rotate_half(x) sin, where rotate_half swaps the halves and negates the first: the sign is put into sin, so the
+
+def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotary position embedding, halves convention, of [tokens, heads, head_dim].
+
+    x cos + rotate_half(x) sin, where rotate_half swaps the halves and negates the first: with that sign put into sin, the
     swap is a roll.
     """
-    half = heads.shape[-1] // 2
-    signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).unsqueeze(1)
-    return torch.addcmul(heads * cos[0].unsqueeze(1), heads.roll(half, dims=-1), signed)
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
 
 
 def layer_window(attention: Any) -> int | None:

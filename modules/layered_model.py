@@ -7,7 +7,7 @@ Training and inference go through the same `run`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .attention import paged_attention
 from .batch import RaggedBatch
-from .fast import FastLinear, FastNorm, layer_window, speed_up
+from .fast import FastLinear, FastNorm, layer_window, signed_halves, speed_up
 from .kv_cache import PagedKVCache
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "opt")
@@ -49,6 +49,14 @@ class Paged:
 
     batch: RaggedBatch
     cache: PagedKVCache | None
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def halves(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """`signed_halves` of one of the pass's embeddings, made once."""
+        key = id(position_embeddings)
+        if key not in self.rotations:
+            self.rotations[key] = signed_halves(*position_embeddings)
+        return self.rotations[key]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put new keys and values, [tokens, kv_heads, head_dim], in their slots; returns what attention reads from."""

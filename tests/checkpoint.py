@@ -14,14 +14,16 @@ from transformers import PreTrainedTokenizerFast
 
 VOCAB = 96
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
-LETTERS = [chr(code) for code in range(33, 126)]  # 93 printable characters
-TOKENS = ["<s>", "</s>", *LETTERS, "Ġ"]
-MERGES: list[tuple[str, str]] = []
+LETTERS = [chr(code) for code in range(33, 125)]  # printable characters but the last two
+TOKENS = ["<s>", "</s>", *LETTERS, "Ġ", "ab"]
+MERGES = [("a", "b")]
 
 
-def tiny_tokenizer(chat: bool = True, tokens: list[str] = TOKENS) -> PreTrainedTokenizerFast:
-    """Byte-level, one token per printable ASCII character."""
-    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=MERGES))
+def tiny_tokenizer(
+    chat: bool = True, tokens: list[str] = TOKENS, merges: list[tuple[str, str]] = MERGES
+) -> PreTrainedTokenizerFast:
+    """Byte-level, one token per printable ASCII character, and "ab"."""
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
@@ -30,7 +32,12 @@ def tiny_tokenizer(chat: bool = True, tokens: list[str] = TOKENS) -> PreTrainedT
 
 
 def save_tiny(
-    folder: Path, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, chat: bool = True, **overrides: Any
+    folder: Path,
+    family: str = "llama",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    chat: bool = True,
+    **overrides: Any,
 ) -> Path:
     """A whole checkpoint: configuration, safetensors, tokenizer."""
     hf_tiny(family, seed, dtype, **overrides).save_pretrained(folder)
@@ -54,7 +61,7 @@ def save_gguf(path: Path, seed: int = 0) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
     writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (VOCAB - 2))
-    writer.add_token_merges([" ".join(merge) for merge in [("a", "b")]])
+    writer.add_token_merges([" ".join(merge) for merge in MERGES])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
@@ -62,7 +69,7 @@ def save_gguf(path: Path, seed: int = 0) -> Path:
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF keeps rotary pairs side by side
             halves = tensor.view(-1, 2, config.head_dim // 2, config.hidden_size)
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(names.get_name(name, (".weight",)) + ".weight", tensor.numpy().astype(np.float32))
+        writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy().astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -82,6 +82,7 @@ def test_a_total_equals_counting_in_one_go(passes: list[tuple[int, int, int, int
 def test_exported_counters_survive_json() -> None:
     exported = TRACE.as_dict()
     assert json.loads(json.dumps(exported)) == exported
+    assert SequenceStats.from_dict(exported) == TRACE
     assert {
         "emitted_tokens",
         "target_passes",

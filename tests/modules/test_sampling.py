@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -27,9 +27,9 @@ ROW = [2.0, 1.0, 0.5, -1.0]
 
 def untyped(**fields: Any) -> SamplingParams:
     """Parameters as JSON or a user without a type checker gives them: past the suite's own checks of annotations."""
-    params = object.__new__(SamplingParams)
-    inspect.unwrap(SamplingParams.__init__)(params, **fields)
-    return params
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        return SamplingParams(**fields)
 
 
 def distribution(row: Tensor | list[float], prefix: list[int] | None = None, num_prompt: int = 0, **fields: Any):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from speclight.modules.acceptance import OneHot
 from speclight.modules.token_tree import TokenTree
 
-
 Shape = tuple[list[int], list[int]]  # token ids and parents
 relaxed = settings(deadline=None)  # a busy machine is no fault
 

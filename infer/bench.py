@@ -1,0 +1,275 @@
+"""`speclight bench`: methods against each other and against transformers, on the same prompts in the same run.
+
+Units (a prompt, or a batch of them) are run one after the other, each by every method, in an order that rotates from
+unit to unit, after a warm-up. Every run starts cold: caches and what drafters have learned are forgotten before it, so
+no method profits from another's having read the prompt. `questions.py` chooses the prompts, `measure.py` runs and keeps
+rows, `summary.py` and `report.py` make tables of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .build import EngineOptions, build_engine, check_method, did_you_mean, option, prepare
+from .compare import NEAR_TIE
+from .measure import Ledger, Runner, batches, engine_runner, find_differences, measure, peer_runner
+from .questions import Item, make_items, read_questions, select
+from .report import Header, build_report, overall_table, write_report
+from .summary import REFERENCE
+
+if TYPE_CHECKING:
+    from .build import Prepared
+    from .engine import Engine
+    from .request import GenerationParams
+
+PLAIN_PEER, LOOKUP_PEER = "transformers", "transformers+prompt-lookup"
+PEERS = {
+    "transformers": (PLAIN_PEER, LOOKUP_PEER),
+    "transformers-plain": (PLAIN_PEER,),
+    LOOKUP_PEER: (LOOKUP_PEER,),
+}
+"""--peers values, and the rows that each stands for."""
+
+
+@dataclass(kw_only=True)
+class BenchOptions(EngineOptions):
+    """What is measured, and on what."""
+
+    data: str = option(..., "JSONL file in Spec-Bench's format: question_id, category, turns")
+    output: str = option(..., "folder for report.md, report.json, report.png and the rows; a second run continues it")
+    methods: tuple[str, ...] = option(
+        ("prompt-lookup", "logitspec"), "a,b,c; logitspec:16 sets a proposal's size; ar is always there", nargs="+"
+    )
+    peers: tuple[str, ...] = option((), "transformers: its own generate, plain and with prompt lookup", nargs="+")
+    limit: int | None = option(None, "at most this many questions, spread over the groups")
+    per_group: int | None = option(None, "at most this many questions of each group")
+    stride: int = option(1, "every how many-th question of a group, sorted by question_id")
+    turns: Literal["first", "all"] = option("first", "all: later turns follow plain decoding's answers")
+    batch_size: int = option(1, "prompts in one run; batches mix the groups")
+    repeats: int = option(1, "a prompt's time is the median of this many")
+    max_new_tokens: int = option(128, "per text")
+    draft_tokens: int | None = option(None, "size of proposals where a method names none; see generate --help")
+    temperature: float = option(0.0, "0 is greedy; only then are texts compared")
+    seed: int = option(0, "of sampled texts")
+    ignore_eos: bool = option(False, "all texts to full length; MAT and acceptance are not valid then")
+    chat: bool | None = option(None, "prompts are a user's messages; if unset, when there is a chat template")
+    overwrite: bool = option(False, "begin the output anew")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method at a size. `Variant("logitspec:16", "logitspec", 16)`; None is the drafter's own default."""
+
+    name: str
+    method: str
+    draft_tokens: int | None = None
+
+
+def parse_methods(texts: Iterable[str], draft_tokens: int | None = None) -> list[Variant]:
+    """Variants from `a,b:16`, plain decoding first and each once. ValueError for an unknown method or a bad size."""
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    return [_parse_method(name, draft_tokens) for name in dict.fromkeys([REFERENCE, *names])]
+
+
+def _parse_method(name: str, draft_tokens: int | None) -> Variant:
+    method, colon, size = name.partition(":")
+    check_method(method)
+    if not colon:
+        return Variant(name, method, None if method == REFERENCE else draft_tokens)
+    if method == REFERENCE or not size.isdecimal():
+        raise ValueError(f"methods must be names or name:size with a drafter's name and an integer size, got {name!r}")
+    return Variant(name, method, int(size))
+
+
+def parse_peers(texts: Iterable[str], batch_size: int) -> list[str]:
+    """Rows of peers from `--peers` values. Prompt lookup runs one prompt at a time, so it is left out of batches."""
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"peers must be among {', '.join(PEERS)}, got {name!r}{did_you_mean(name, list(PEERS))}")
+    if batch_size > 1 and LOOKUP_PEER in names:
+        raise ValueError(f"{LOOKUP_PEER} runs one prompt at a time: batch_size must be 1, got {batch_size}")
+    rows = dict.fromkeys(row for name in names for row in PEERS[name])
+    return [row for row in rows if batch_size == 1 or row != LOOKUP_PEER]
+
+
+def _make_runners(
+    engine: Engine, prepared: Prepared, variants: Sequence[Variant], peers: Sequence[str], options: BenchOptions
+) -> dict[str, Runner]:
+    runners = {variant.name: engine_runner(engine, _params(variant, options)) for variant in variants}
+    if peers:
+        from .loading import load_transformers
+        from .peers import TransformersPeer
+
+        model = load_transformers(prepared.source, options.dtype, options.device)
+        eos_ids = () if options.ignore_eos else engine.model.eos_token_ids
+        pad_id = getattr(prepared.tokenizer, "pad_token_id", None) or 0
+        for name in peers:
+            peer = TransformersPeer(model, pad_id, eos_ids, name == LOOKUP_PEER, options.temperature, options.seed)
+            runners[name] = peer_runner(peer.generate)
+    return runners
+
+
+def bench(options: BenchOptions) -> None:
+    """Measure, write the report, print its first table. Raises ValueError for what is not valid."""
+    _check(options)
+    variants = parse_methods(options.methods, options.draft_tokens)
+    peers = parse_peers(options.peers, options.batch_size)
+    questions = select(read_questions(options.data), options.per_group, options.stride, options.limit)
+    options = replace(options, max_num_seqs=max(options.max_num_seqs, options.batch_size))
+    prepared = prepare(options, [variant.method for variant in variants])
+    chat = _is_chat(options, prepared.tokenizer)
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(folder / "rows.jsonl", _settings(options), options.overwrite)
+    try:
+        engine = build_engine(prepared)
+        items, skipped = _fitting(
+            engine, make_items(engine, questions, options.turns, chat, options.max_new_tokens), options.max_new_tokens
+        )
+        runners = _make_runners(engine, prepared, variants, peers, options)
+        units = batches(items, options.batch_size)
+        measure(runners, units, options.repeats, options.max_new_tokens, ledger)
+        if options.temperature == 0.0:
+            find_differences(engine, items, ledger)
+    except KeyboardInterrupt:
+        print(f"speclight: {len(ledger.runs)} runs are kept; the same command continues", file=sys.stderr)
+        raise
+    finally:
+        ledger.close()
+    header = _header(options, engine, list(runners), items, skipped, chat)
+    report = build_report(header, ledger.runs, ledger.differences)
+    write_report(folder, report)
+    print(overall_table(report, brief=True))
+    print(f"speclight: {folder / 'report.md'}", file=sys.stderr)
+
+
+def _params(variant: Variant, options: BenchOptions) -> GenerationParams:
+    from .request import GenerationParams
+
+    return GenerationParams(
+        method=variant.method,
+        draft_tokens=variant.draft_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def _check(options: BenchOptions) -> None:
+    for name in ("limit", "per_group", "stride", "batch_size", "repeats", "max_new_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _is_chat(options: BenchOptions, tokenizer: Any) -> bool:
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    chat = has_template if options.chat is None else options.chat
+    if chat and not has_template:
+        raise ValueError(
+            f"the tokenizer of {options.model} has no chat template; give one with --chat-template or --no-chat"
+        )
+    if options.turns == "all" and not chat:
+        raise ValueError("turns=all needs a chat, and these prompts are raw text; use --turns first")
+    return chat
+
+
+def _fitting(engine: Engine, items: Sequence[Item], max_new_tokens: int) -> tuple[list[Item], list[Item]]:
+    """(items that have room for all new tokens, the others). Raises ValueError when nothing is left."""
+    fits = [len(item.token_ids) + max_new_tokens <= engine.max_length for item in items]
+    kept = [item for item, fit in zip(items, fits, strict=True) if fit]
+    if not kept:
+        raise ValueError(f"no prompt has room for {max_new_tokens} new tokens within {engine.max_length}")
+    return kept, [item for item, fit in zip(items, fits, strict=True) if not fit]
+
+
+def _settings(options: BenchOptions) -> dict[str, Any]:
+    """What shapes the rows: the options, the data, and where it runs."""
+    settings = asdict(options)
+    for name in ("output", "overwrite", "cache_dir"):
+        del settings[name]
+    settings["data"] = hashlib.sha256(Path(options.data).read_bytes()).hexdigest()[:16]
+    return settings | {"versions": versions(), "processor": processor_name()}
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    names = ("speclight", "torch", "transformers", "tokenizers")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def processor_name() -> str:
+    """The CPU's model as the system has it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _header(
+    options: BenchOptions,
+    engine: Engine,
+    methods: Sequence[str],
+    items: Sequence[Item],
+    skipped: Sequence[Item],
+    chat: bool,
+) -> Header:
+    import psutil
+    import torch
+
+    dtype = str(engine.model.dtype).removeprefix("torch.")
+    device = engine.model.device
+    groups = Counter(item.question.group for item in items)
+    facts = {
+        "model": options.model,
+        "dtype": dtype,
+        "prompts": f"{len(items)} from {Path(options.data).name}: "
+        + ", ".join(f"{n} {name}" for name, n in groups.items()),
+        "form": "chat template with generation prompt" if chat else "raw text",
+        "new tokens": f"up to {options.max_new_tokens} per text",
+        "decoding": "greedy"
+        if options.temperature == 0.0
+        else f"temperature {options.temperature}, seed {options.seed}",
+        "runs": f"batch size {options.batch_size}, {options.repeats} of each prompt, methods in rotating order, all cold",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "processor": f"{processor_name()}, {psutil.cpu_count(logical=False)} cores",
+        "torch threads": str(torch.get_num_threads()),
+        "near-tie gap": f"{NEAR_TIE[dtype]:g} ({dtype})",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["speclight", *sys.argv[1:]]),
+    }
+    title = f"speclight bench: {Path(options.model).name}, {dtype}, batch {options.batch_size}"
+    flags = list(_flags(options, dtype, skipped, len(groups)))
+    return Header(title, methods, NEAR_TIE[dtype], options.temperature == 0.0, facts, flags)
+
+
+def _flags(options: BenchOptions, dtype: str, skipped: Sequence[Item], num_groups: int) -> Iterator[str]:
+    if options.ignore_eos:
+        yield "ignore_eos was set: texts go on past their end, so MAT and acceptance are not valid"
+    if options.temperature != 0.0:
+        yield "texts were sampled, so they are not compared with plain decoding"
+    elif dtype in ("bfloat16", "float16"):
+        yield f"in {dtype} rounding decides near-ties: texts may part from plain decoding there; each place is listed"
+    if options.batch_size > 1 and num_groups > 1:
+        yield "batches mix the groups: speed is given over all prompts only"
+    if options.batch_size > 1 and options.peers:
+        yield "transformers' prompt lookup runs one prompt at a time and is left out of batches"
+    if skipped:
+        left_out = ", ".join(str(item.question.question_id) for item in skipped)
+        yield f"left out, too long for the context: questions {left_out}"
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if busy > (os.cpu_count() or 1) * 1.5:
+        yield f"the machine was busy with something else (load average {busy:.1f}): do not trust the times"

@@ -1,0 +1,161 @@
+"""Timed runs of a benchmark: who runs what when, what is kept of it, and what a killed run goes on from."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .compare import first_difference, logit_gap, token_at
+from .questions import Item
+from .report import replace_file
+from .summary import Difference, Output, Run, compared_outputs
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .request import GenerationParams
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: what it took, and per prompt the ids and the SequenceStats (None for a peer)."""
+
+    seconds: float
+    token_ids: list[list[int]]
+    stats: list[dict[str, Any] | None]
+    engine: dict[str, Any] | None = None
+
+
+Runner = Callable[[Sequence[Sequence[int]], int], Measured]
+"""(prompts, max_new_tokens) -> what came of it."""
+
+
+def engine_runner(engine: Engine, params: GenerationParams) -> Runner:
+    """Runs one of our methods, from a cold engine: what was cached and learned is forgotten first."""
+
+    def run(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Measured:
+        engine.reset()
+        started = time.perf_counter()
+        completions = engine.generate(list(prompts), replace(params, max_new_tokens=max_new_tokens))
+        seconds = time.perf_counter() - started
+        stats = [completion.stats.as_dict() for completion in completions]
+        return Measured(seconds, [list(c.token_ids) for c in completions], list(stats), engine.stats.as_dict())
+
+    return run
+
+
+def peer_runner(generate: Callable[[Sequence[Sequence[int]], int], list[list[int]]]) -> Runner:
+    """Runs a peer, that is any function of prompts and a length."""
+
+    def run(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Measured:
+        started = time.perf_counter()
+        token_ids = generate(prompts, max_new_tokens)
+        return Measured(time.perf_counter() - started, token_ids, [None] * len(prompts))
+
+    return run
+
+
+class Ledger:
+    """The rows of a run, appended as they come. settings: what shaped them; they may not change while rows are added.
+
+    Raises ValueError for a file that holds rows of other settings.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
+        self.runs: list[Run] = []
+        self.differences: list[Difference] = []
+        lines = [] if overwrite or not path.exists() else self._read_back(path, json.loads(json.dumps(settings)))
+        lines = lines or [json.dumps({"settings": settings})]
+        replace_file(path, "".join(line + "\n" for line in lines).encode())
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 closed by close(); unbuffered: a row is one write
+
+    def _read_back(self, path: Path, settings: Mapping[str, Any]) -> list[str]:
+        """The complete lines: what a kill cut off has no newline, and is done again."""
+        *lines, _torn = path.read_text(encoding="utf-8").split("\n")
+        for line in lines:
+            row = json.loads(line)
+            if "settings" in row:
+                self._check_settings(path, row["settings"], settings)
+            elif "run" in row:
+                self.runs.append(Run.from_dict(row["run"]))
+            else:
+                self.differences.append(Difference(**row["difference"]))
+        return lines
+
+    @staticmethod
+    def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        for name in sorted({*before, *now}):
+            if before.get(name) != now.get(name):
+                raise ValueError(
+                    f"{path} was measured with {name}={before.get(name)!r}, now it is {now.get(name)!r}; "
+                    "use another --output, or --overwrite to begin anew"
+                )
+
+    def add(self, row: Run | Difference) -> None:
+        if isinstance(row, Run):
+            self.runs.append(row)
+        else:
+            self.differences.append(row)
+        line = json.dumps({type(row).__name__.lower(): asdict(row)}) + "\n"
+        self._file.write(line.encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def batches(items: Sequence[Item], size: int) -> list[list[Item]]:
+    """Units: consecutive items, `size` at a time."""
+    return [list(items[start : start + size]) for start in range(0, len(items), size)]
+
+
+def schedule(units: int, repeats: int, methods: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+    """(repeat, unit, method): all methods on a unit before the next, beginning with another one each time."""
+    for repeat in range(repeats):
+        for unit in range(units):
+            first = (unit + repeat) % len(methods)
+            for method in (*methods[first:], *methods[:first]):
+                yield repeat, unit, method
+
+
+def measure(
+    runners: Mapping[str, Runner], units: Sequence[Sequence[Item]], repeats: int, max_new_tokens: int, ledger: Ledger
+) -> None:
+    """Run whatever the ledger lacks, after a warm-up of every method."""
+    from tqdm import tqdm
+
+    plan = list(schedule(len(units), repeats, list(runners)))
+    done = {(run.repeat, run.unit, run.method) for run in ledger.runs}
+    todo = [step for step in plan if step not in done]
+    if todo:
+        for runner in runners.values():
+            runner([item.token_ids for item in units[0]], min(WARM_UP_TOKENS, max_new_tokens))
+    with tqdm(total=len(plan), initial=len(plan) - len(todo), unit="run", disable=None) as bar:
+        for repeat, unit, method in todo:
+            bar.set_postfix_str(method)
+            items = units[unit]
+            measured = runners[method]([item.token_ids for item in items], max_new_tokens)
+            outputs = [
+                Output(item.question.question_id, item.turn, item.question.category, token_ids, stats)
+                for item, token_ids, stats in zip(items, measured.token_ids, measured.stats, strict=True)
+            ]
+            ledger.add(Run(unit, repeat, method, measured.seconds, outputs, measured.engine))
+            bar.update()
+
+
+def find_differences(engine: Engine, items: Sequence[Item], ledger: Ledger) -> None:
+    """Where texts part from plain decoding, with the logit gap there; one pass over the shared text each."""
+    prompts = {(item.question.question_id, item.turn): list(item.token_ids) for item in items}
+    known = {(d.unit, d.repeat, d.method, d.question_id, d.turn) for d in ledger.differences}
+    for run, output, theirs in compared_outputs(ledger.runs):
+        text = (output.question_id, output.turn)
+        at = first_difference(output.token_ids, theirs.token_ids)
+        if at is None or (run.unit, run.repeat, run.method, *text) in known:
+            continue
+        tokens = token_at(output.token_ids, at), token_at(theirs.token_ids, at)
+        gap = logit_gap(engine.model, [*prompts[text], *theirs.token_ids[:at]], *tokens)
+        ledger.add(Difference(run.unit, run.repeat, run.method, *text, at, *tokens, gap))
