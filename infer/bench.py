@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -134,9 +134,9 @@ def bench(options: BenchOptions) -> None:
     ledger = Ledger(folder / "rows.jsonl", _settings(options), options.overwrite)
     try:
         engine = build_engine(prepared)
-        items, skipped = _fitting(
-            engine, make_items(engine, questions, options.turns, chat, options.max_new_tokens), options.max_new_tokens
-        )
+        items, left_out = make_items(engine, questions, options.turns, chat, options.max_new_tokens)
+        if not items:
+            raise ValueError(f"{options.data}: no prompt can be run: {next(iter(left_out.values()))}")
         runners = _make_runners(engine, prepared, variants, peers, options)
         units = batches(items, options.batch_size)
         measure(runners, units, options.repeats, options.max_new_tokens, ledger)
@@ -147,7 +147,7 @@ def bench(options: BenchOptions) -> None:
         raise
     finally:
         ledger.close()
-    header = _header(options, engine, list(runners), items, skipped, chat)
+    header = _header(options, engine, list(runners), items, left_out, chat)
     report = build_report(header, ledger.runs, ledger.differences)
     write_report(folder, report)
     print(overall_table(report, brief=True))
@@ -185,15 +185,6 @@ def _is_chat(options: BenchOptions, tokenizer: Any) -> bool:
     return chat
 
 
-def _fitting(engine: Engine, items: Sequence[Item], max_new_tokens: int) -> tuple[list[Item], list[Item]]:
-    """(items that have room for all new tokens, the others). Raises ValueError when nothing is left."""
-    fits = [len(item.token_ids) + max_new_tokens <= engine.max_length for item in items]
-    kept = [item for item, fit in zip(items, fits, strict=True) if fit]
-    if not kept:
-        raise ValueError(f"no prompt has room for {max_new_tokens} new tokens within {engine.max_length}")
-    return kept, [item for item, fit in zip(items, fits, strict=True) if not fit]
-
-
 def _settings(options: BenchOptions) -> dict[str, Any]:
     """What shapes the rows: the options, the data, and where it runs."""
     settings = asdict(options)
@@ -223,7 +214,7 @@ def _header(
     engine: Engine,
     methods: Sequence[str],
     items: Sequence[Item],
-    skipped: Sequence[Item],
+    left_out: Mapping[int | str, str],
     chat: bool,
 ) -> Header:
     import psutil
@@ -242,7 +233,7 @@ def _header(
         "decoding": "greedy"
         if options.temperature == 0.0
         else f"temperature {options.temperature}, seed {options.seed}",
-        "runs": f"batch size {options.batch_size}, {options.repeats} of each prompt, methods in rotating order, all cold",
+        "runs": f"batch size {options.batch_size}, {options.repeats} per prompt, methods in rotating order, all cold",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "processor": f"{processor_name()}, {psutil.cpu_count(logical=False)} cores",
         "torch threads": str(torch.get_num_threads()),
@@ -252,11 +243,11 @@ def _header(
         "command": shlex.join(["speclight", *sys.argv[1:]]),
     }
     title = f"speclight bench: {Path(options.model).name}, {dtype}, batch {options.batch_size}"
-    flags = list(_flags(options, dtype, skipped, len(groups)))
+    flags = list(_flags(options, dtype, left_out, len(groups)))
     return Header(title, methods, NEAR_TIE[dtype], options.temperature == 0.0, facts, flags)
 
 
-def _flags(options: BenchOptions, dtype: str, skipped: Sequence[Item], num_groups: int) -> Iterator[str]:
+def _flags(options: BenchOptions, dtype: str, left_out: Mapping[int | str, str], num_groups: int) -> Iterator[str]:
     if options.ignore_eos:
         yield "ignore_eos was set: texts go on past their end, so MAT and acceptance are not valid"
     if options.temperature != 0.0:
@@ -267,9 +258,8 @@ def _flags(options: BenchOptions, dtype: str, skipped: Sequence[Item], num_group
         yield "batches mix the groups: speed is given over all prompts only"
     if options.batch_size > 1 and options.peers:
         yield "transformers' prompt lookup runs one prompt at a time and is left out of batches"
-    if skipped:
-        left_out = ", ".join(str(item.question.question_id) for item in skipped)
-        yield f"left out, too long for the context: questions {left_out}"
+    for question_id, reason in left_out.items():
+        yield f"left out: question {question_id}, {reason}"
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if busy > (os.cpu_count() or 1) * 1.5:
         yield f"the machine was busy with something else (load average {busy:.1f}): do not trust the times"

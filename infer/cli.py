@@ -133,7 +133,10 @@ class _Entry:
         group = parser.groups.get(self.group) if parser.groups else None
         group = group or parser.add_argument_group(self.group, name=self.group)
         settings = dict(self.field.metadata)
-        settings |= {"required": True} if self.field.default is MISSING else {"default": self.field.default}
+        default = self.field.default
+        if "nargs" in settings and isinstance(default, tuple):
+            default = list(default)  # jsonargparse writes into it
+        settings |= {"required": True} if default is MISSING else {"default": default}
         if self.type in (bool, bool | None):
             settings["action"] = ActionYesNo(yes_prefix="", no_prefix="no-")
         else:

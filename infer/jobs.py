@@ -149,12 +149,13 @@ def _sent_prompt(prompt: Prompt, chat: bool, system: str | None) -> Prompt:
         raise ValueError("system needs a chat: a raw prompt has no system message")
     if messages[0]["role"] == "system":
         raise ValueError("system is given, and the messages begin with a system message too")
-    return [{"role": "system", "content": system}, *messages]
+    messages = [{"role": "system", "content": system}, *messages]
+    return messages
 
 
 def result_row(key: str | int, completion: Completion) -> dict[str, Any]:
     """What is written for one text."""
-    row = {
+    row: dict[str, Any] = {
         "id": key,
         "index": completion.index,
         "text": completion.text,

@@ -173,7 +173,7 @@ def check_same_tokenizer(target: Any, draft: Any, target_name: str = "", draft_n
             if ours != theirs:
                 raise ValueError(
                     f"draft model {draft_name or draft.name_or_path!r} must have the tokenizer of the target "
-                    f"{target_name or target.name_or_path!r}: {what} {index} is {theirs!r} there, {ours!r} in the target"
+                    f"{target_name or target.name_or_path!r}: {what} {index} is {theirs!r} there, {ours!r} here"
                 )
 
 

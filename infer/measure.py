@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -158,4 +159,5 @@ def find_differences(engine: Engine, items: Sequence[Item], ledger: Ledger) -> N
             continue
         tokens = token_at(output.token_ids, at), token_at(theirs.token_ids, at)
         gap = logit_gap(engine.model, [*prompts[text], *theirs.token_ids[:at]], *tokens)
-        ledger.add(Difference(run.unit, run.repeat, run.method, *text, at, *tokens, gap))
+        finite = gap if math.isfinite(gap) else None
+        ledger.add(Difference(run.unit, run.repeat, run.method, *text, at, *tokens, finite))

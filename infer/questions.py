@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,10 @@ def _read_question(where: str, line: str) -> Question:
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "question_id": (lambda value: isinstance(value, int | str), "a number or a string"),
         "category": (lambda value: isinstance(value, str), "a string"),
-        "turns": (lambda value: isinstance(value, list) and value and all(map(_is_text, value)), "a list of texts"),
+        "turns": (
+            lambda value: isinstance(value, list) and value != [] and all(map(_is_text, value)),
+            "a list of texts",
+        ),
     }
     for name, (is_valid, wanted) in checks.items():
         value = row.get(name) if isinstance(row, dict) else None
@@ -84,34 +87,49 @@ class Item:
 
 def make_items(
     engine: Engine, questions: Sequence[Question], turns: str, chat: bool, max_new_tokens: int
-) -> list[Item]:
-    """Prompts of the first turns or of all, in the order of the questions; they are the same for all methods."""
-    items: dict[tuple[int, int], Item] = {}
-    dialogues: dict[int, list[dict[str, str]]] = {place: [] for place in range(len(questions))}
+) -> tuple[list[Item], dict[int | str, str]]:
+    """Prompts of the first turns or of all, in the order of the questions, the same for all methods.
+
+    Also {question_id: reason} of questions left out, at the first turn that cannot run with all its new tokens.
+    """
+    dialogues = {question.question_id: Dialogue(question) for question in questions}
+    left_out: dict[int | str, str] = {}
     for turn in range(max(len(q.turns) for q in questions) if turns == "all" else 1):
-        asking = [place for place, question in enumerate(questions) if turn < len(question.turns)]
+        asking = [d for key, d in dialogues.items() if key not in left_out and turn < len(d.question.turns)]
         if turn:
-            _answer(engine, asking, items, dialogues, turn - 1, max_new_tokens)
-        for place in asking:
-            text = questions[place].turns[turn]
-            dialogues[place].append({"role": "user", "content": text})
-            token_ids = engine.encode(dialogues[place] if chat else text)
-            items[place, turn] = Item(questions[place], turn, token_ids)
-    return [items[key] for key in sorted(items)]
+            _answer(engine, asking, max_new_tokens)
+        for dialogue in asking:
+            try:
+                dialogue.ask(engine, turn, chat, max_new_tokens)
+            except ValueError as error:
+                left_out[dialogue.question.question_id] = str(error)
+    return [item for dialogue in dialogues.values() for item in dialogue.items], left_out
 
 
-def _answer(
-    engine: Engine,
-    places: Sequence[int],
-    items: Mapping[tuple[int, int], Item],
-    dialogues: Mapping[int, list[dict[str, str]]],
-    turn: int,
-    max_new_tokens: int,
-) -> None:
+@dataclass
+class Dialogue:
+    """A question as it unfolds."""
+
+    question: Question
+    messages: list[dict[str, str]] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+
+    def ask(self, engine: Engine, turn: int, chat: bool, max_new_tokens: int) -> None:
+        """Make the turn's prompt. Raises ValueError when the context has no room for it and its answer."""
+        text = self.question.turns[turn]
+        self.messages.append({"role": "user", "content": text})
+        token_ids = engine.encode(self.messages if chat else text)
+        room = engine.max_length - max_new_tokens
+        if len(token_ids) > room:
+            raise ValueError(f"prompt has {len(token_ids)} tokens; with {max_new_tokens} new ones at most {room} fit")
+        self.items.append(Item(self.question, turn, token_ids))
+
+
+def _answer(engine: Engine, dialogues: Sequence[Dialogue], max_new_tokens: int) -> None:
     """Put plain decoding's answers to the last turn into the dialogues."""
     from .request import GenerationParams
 
-    prompts = [items[place, turn].token_ids for place in places]
+    prompts = [dialogue.items[-1].token_ids for dialogue in dialogues]
     completions = engine.generate(prompts, GenerationParams(method=REFERENCE, max_new_tokens=max_new_tokens))
-    for place, completion in zip(places, completions, strict=True):
-        dialogues[place].append({"role": "assistant", "content": completion.text})
+    for dialogue, completion in zip(dialogues, completions, strict=True):
+        dialogue.messages.append({"role": "assistant", "content": completion.text})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -60,8 +61,6 @@ def test_the_console_script_is_installed(wheel: zipfile.ZipFile) -> None:
 
 def test_every_installed_requirement_is_declared() -> None:
     """Fails when a module imports a package that `pip install` would not bring along."""
-    import ast
-
     declared = {re.split(r"[<>=\[]", line)[0].lower().replace("-", "_") for line in _requirements("install_requires")}
     names = {"pyyaml": "yaml"}
     known = {names.get(name, name) for name in declared} | set(sys.stdlib_module_names)
@@ -73,9 +72,7 @@ def test_every_installed_requirement_is_declared() -> None:
                     assert name in known | optional, f"{path.relative_to(ROOT)} imports {name}"
 
 
-def _absolute_imports(node) -> list[str]:
-    import ast
-
+def _absolute_imports(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name.split(".")[0] for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.level == 0:

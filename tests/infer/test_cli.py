@@ -38,11 +38,6 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny(tmp_path_factory.mktemp("checkpoints") / "base", chat=False))
 
 
-def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "speclight.infer", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-
-
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The message, after checking that the refusal has the right form."""
     capsys.readouterr()
@@ -396,7 +391,7 @@ def test_an_interrupt_exits_130_and_the_same_command_continues(model: str, tmp_p
     assert "Traceback" not in printed
     kept = output.read_bytes()
     assert 0 < kept.count(b"\n") < 60
-    assert run(*command).returncode == 0
+    assert main(command) == 0
     assert output.read_bytes().startswith(kept)
     assert sorted(json.loads(line)["id"] for line in output.read_text().splitlines()) == list(range(60))
 
@@ -418,9 +413,7 @@ def test_colours_mark_the_origin_of_each_token_and_leave_the_text_as_it_is() -> 
     tokenizer = tiny_tokenizer()
     ids = tokenizer("abcd").input_ids
     painted = coloured(chunk("abcd", ids, ["accepted", "accepted", "corrected"]), tokenizer)
-    assert painted == (
-        f"{COLOURS['accepted']}ab{RESET}{COLOURS['accepted']}c{RESET}{COLOURS['corrected']}d{RESET}"
-    )
+    assert painted == (f"{COLOURS['accepted']}ab{RESET}{COLOURS['accepted']}c{RESET}{COLOURS['corrected']}d{RESET}")
     for kinds in (["accepted"], ["bonus"] * 5, []):
         text = coloured(chunk("é?", ids, kinds), tokenizer)
         assert _plain(text) == "é?"
@@ -449,6 +442,4 @@ def test_colours_appear_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_summary_counts_all_texts() -> None:
     stats = SequenceStats(emitted_tokens=6, target_passes=2, drafted=8, accepted=4, seconds=2.0)
     done = Completion("r", 0, [], [], "", "stop", stats)
-    assert summary([done, done]) == (
-        "12 tokens in 2.0 s (6.0/s), 3.00 per pass of the model, 8 of 16 drafted accepted"
-    )
+    assert summary([done, done]) == ("12 tokens in 2.0 s (6.0/s), 3.00 per pass of the model, 8 of 16 drafted accepted")

@@ -16,7 +16,7 @@ SETTINGS = {"model": "tiny", "temperature": 0.0, "stop": ()}
 
 
 class FakeEngine:
-    """Answers each prompt with its ids reversed, a few requests per step; can be interrupted, and counts what it ran."""
+    """Answers each prompt with its ids reversed, one per step; can be interrupted, and counts what it ran."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.queue: list[tuple[str, list[int], GenerationParams]] = []
@@ -43,7 +43,9 @@ class FakeEngine:
         chunks = []
         for index in reversed(range(params.n)):
             ids = [*reversed(prompt), index]
-            done = Completion(request_id, index, prompt, ids, f"{ids}", "length", SequenceStats(emitted_tokens=len(ids)))
+            done = Completion(
+                request_id, index, prompt, ids, f"{ids}", "length", SequenceStats(emitted_tokens=len(ids))
+            )
             chunks += [StreamChunk(request_id, index, "…", ids), StreamChunk(request_id, index, "", [], [], done)]
         return chunks
 
@@ -211,9 +213,7 @@ def test_rows_can_be_reordered_removed_and_added_between_runs(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.5}, {"model": "other"}, {"extra": 1}])
-def test_results_of_other_settings_are_not_mixed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict
-) -> None:
+def test_results_of_other_settings_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict) -> None:
     source, output = write(tmp_path / "in.jsonl", prompts("a")), tmp_path / "out.jsonl"
     run(source, output)
     before = output.read_bytes()

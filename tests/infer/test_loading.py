@@ -233,7 +233,7 @@ def test_another_added_token_for_the_same_id_is_refused() -> None:
     target, draft = tiny_tokenizer(), tiny_tokenizer()
     target.add_tokens(["<think>"])
     draft.add_tokens(["<tool>"])
-    with pytest.raises(ValueError, match="token id 96 is '<tool>'.*'<think>'"):
+    with pytest.raises(ValueError, match=r"token id 96 is '<tool>'.*'<think>'"):
         check_same_tokenizer(target, draft, "big", "small")
 
 
@@ -241,7 +241,7 @@ def test_another_added_token_for_the_same_id_is_refused() -> None:
 def test_other_merges_for_the_same_vocabulary_are_refused(merges: list[tuple[str, str]]) -> None:
     tokens = [*TOKENS, "bc"]
     target = tiny_tokenizer(tokens=tokens, merges=[("a", "b"), ("b", "c")])
-    with pytest.raises(ValueError, match=r"merge [01] is .*in the target"):
+    with pytest.raises(ValueError, match=r"merge [01] is .* here"):
         check_same_tokenizer(target, tiny_tokenizer(tokens=tokens, merges=merges), "big", "small")
 
 

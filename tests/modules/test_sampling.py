@@ -271,6 +271,17 @@ def test_top_k_is_off_at_zero_minus_one_and_from_the_vocabulary_up(off: int) -> 
     assert torch.equal(distribution(ROW, temperature=1.0, top_k=off).dense(), torch.softmax(torch.tensor(ROW), dim=0))
 
 
+def test_top_k_one_keeps_all_equals_at_the_top_as_transformers_does() -> None:
+    assert distribution([0.0, 2.0, 2.0, 1.0], temperature=1.0, top_k=1).dense().tolist() == [0.0, 0.5, 0.5, 0.0]
+
+
+def test_min_p_drops_what_is_less_likely_than_its_share_of_the_most_likely() -> None:
+    """The second token is e^-2.5 = 0.082 times as likely as the first."""
+    row = [0.0, -2.5]
+    assert distribution(row, temperature=1.0, min_p=0.09).dense().tolist() == [1.0, 0.0]
+    assert torch.equal(distribution(row, temperature=1.0, min_p=0.08).dense(), torch.softmax(torch.tensor(row), dim=0))
+
+
 def test_equals_at_the_top_resolve_to_the_first() -> None:
     assert distribution([0.0, 2.0, 2.0, 1.0]) == OneHot(1, 4)
     assert distribution([0.0, 2.0, 2.0, 1.0], [1], repetition_penalty=1.0, logit_bias={0: 2.0}) == OneHot(0, 4)

