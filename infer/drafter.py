@@ -25,7 +25,8 @@ class Observation:
 
     tree: the proposal as it was verified (the engine may have clipped the drafter's).
     verdict: what was accepted.
-    logits: [nodes, vocab] raw target logits, row i predicts what follows node i. Valid during the call: copy what stays.
+    logits: [nodes, vocab] raw target logits, row i predicts what follows node i. Valid during the call: copy what
+        stays.
     """
 
     sequence: Sequence
@@ -37,9 +38,9 @@ class Observation:
 class Drafter:
     """Base class of drafters, and the one that never drafts (autoregressive decoding).
 
-    A drafter may keep state per sequence under `sequence.sequence_id`; `release` is called when that sequence has ended,
-    however it ended. State must follow from `sequence.token_ids` and the observations: a sequence that was preempted comes
-    back with the same ids.
+    A drafter may keep state per sequence under `sequence.sequence_id`; `release` is called when that sequence has
+    ended, however it ended. State must follow from `sequence.token_ids` and the observations: a sequence that was
+    preempted comes back with the same ids.
     """
 
     name = "ar"

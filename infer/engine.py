@@ -1,8 +1,8 @@
 """The engine: continuous batching of speculative decoding, one pass of the target model per step.
 
-A step is: schedule, let drafters propose, run every new token of every sequence in one ragged batch, verify each proposal,
-commit what was accepted to the cache, hand out what was emitted. Plain decoding is a step with empty proposals, and prefill
-one with many pending tokens; there is no other path.
+A step is: schedule, let drafters propose, run every new token of every sequence in one ragged batch, verify each
+proposal, commit what was accepted to the cache, hand out what was emitted. Plain decoding is a step with empty
+proposals, and prefill one with many pending tokens; there is no other path.
 """
 
 from __future__ import annotations
@@ -160,18 +160,18 @@ class Engine:
     ) -> Iterator[StreamChunk]:
         """Yield text as it becomes certain. One prompt or many; closing the iterator cancels what has not ended.
 
-        request_ids: filled with the ids given to the prompts, in their order. Requests added otherwise run along, and their
-        chunks come out of the next `step`.
+        request_ids: filled with the ids given to the prompts, in their order. Requests added otherwise run along, and
+        their chunks come out of the next `step`.
         """
-        prompts = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
-        many = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
-        if len(many) != len(prompts):
-            raise ValueError(f"params must be one or as many as prompts ({len(prompts)}), got {len(many)}")
+        each: list[Prompt] = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        many: list[GenerationParams | None] = list(params) if isinstance(params, list | tuple) else [params] * len(each)  # type: ignore[list-item]
+        if len(many) != len(each):
+            raise ValueError(f"params must be one or as many as prompts ({len(each)}), got {len(many)}")
         mine = request_ids if request_ids is not None else []
         others: list[StreamChunk] = []
         try:
-            for prompt, one in zip(prompts, many, strict=True):
-                mine.append(self.add(prompt, one))  # type: ignore[arg-type]
+            for prompt, one in zip(each, many, strict=True):
+                mine.append(self.add(prompt, one))
             open_ids = set(mine)
             while any(sequence.request_id in open_ids for sequence in self.scheduler.sequences) or self._has(open_ids):
                 for chunk in self.step():
@@ -261,7 +261,9 @@ class Engine:
 
     def _checked(self, sequence: Sequence, tree: TokenTree) -> TokenTree:
         if tree.token_ids[0] != sequence.token_ids[-1]:
-            raise ValueError(f"a proposal's root must be the last token {sequence.token_ids[-1]}, got {tree.token_ids[0]}")
+            raise ValueError(
+                f"a proposal's root must be the last token {sequence.token_ids[-1]}, got {tree.token_ids[0]}"
+            )
         if not all(0 <= token_id < self.model.vocab_size for token_id in tree.token_ids):
             raise ValueError(f"a proposal's token ids must be in [0, {self.model.vocab_size})")
         return tree.clipped(sequence.max_depth, sequence.draft_tokens + 1)
@@ -473,7 +475,9 @@ class Engine:
     def _encode_messages(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
         tokenizer = self._need_tokenizer("a list of messages")
         if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("messages need a chat template and this tokenizer has none; set --chat-template or use prompt")
+            raise ValueError(
+                "messages need a chat template and this tokenizer has none; set --chat-template or use prompt"
+            )
         encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 

@@ -22,7 +22,8 @@ class GenerationParams(SamplingParams):
     """Everything one request can set. What shapes the distribution is inherited from SamplingParams.
 
     method: name of the drafter ("ar" never drafts); None takes the engine's default.
-    draft_tokens: nodes of a tree, root included (the paper's capacity), or length of a chain; 0 turns drafting off, None
+    draft_tokens: nodes of a tree, root included (the paper's capacity), or length of a chain; 0 turns drafting off,
+        None
         takes the drafter's own default.
     max_new_tokens: never exceeded; 0 returns an empty text.
     stop_token_ids: end the text, besides the model's own end-of-sequence ids; the id itself stays in `token_ids`.

@@ -95,8 +95,10 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _reserve(self, sequence: Sequence, count: int, plan: list[Scheduled]) -> bool:
-        """Hold room for `count` tokens and a proposal, preempting younger sequences; False if it had to give way itself."""
-        drafts = count == sequence.num_pending and sequence.num_emitted > 0  # after preemption too, or seeds would shift
+        """Hold room for `count` tokens and a proposal, preempting the younger; False if it had to give way itself."""
+        drafts = (
+            count == sequence.num_pending and sequence.num_emitted > 0
+        )  # after preemption too, or seeds would shift
         sequence.draft_tokens, sequence.max_depth = self.bounds(sequence) if drafts else (0, 0)
         while not self.cache.reserve(sequence.table, count + sequence.draft_tokens):
             victim = self._youngest_but(plan)

@@ -9,7 +9,7 @@ from ..modules.acceptance import Distribution
 
 @runtime_checkable
 class TargetRule(Protocol):
-    """From the target's processed distribution p and the draft's q (None where nothing was drawn) to the one verified."""
+    """From the target's processed distribution p and the draft's q (None: nothing was drawn) to the one verified."""
 
     lossless: bool
 

@@ -1,1 +1,1 @@
-"""What training and inference both compute with: the model in layers, the paged cache, the acceptance rule, sampling."""
+"""What training and inference both compute with: the layered model, its cache, the acceptance rule, sampling."""

@@ -1,8 +1,8 @@
 """Attention over a ragged batch and a paged cache, behind one signature.
 
-The reference is torch's SDPA over gathered keys, one padded call per group of sequences. Query heads that share a key head
-are folded into the query axis, which on CPUs is several times faster than expanding or `enable_gqa`, and gathering costs
-little beside it. Soft-capped logits (Gemma 2) have no SDPA form and are computed by hand.
+The reference is torch's SDPA over gathered keys, one padded call per group of sequences. Query heads that share a key
+head are folded into the query axis, which on CPUs is several times faster than expanding or `enable_gqa`, and gathering
+costs little beside it. Soft-capped logits (Gemma 2) have no SDPA form and are computed by hand.
 """
 
 from __future__ import annotations

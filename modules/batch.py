@@ -1,8 +1,8 @@
 """A ragged batch: the new tokens of all sequences of one pass, laid flat, and the plan by which attention reads them.
 
-No linear layer sees padding; only attention knows where a sequence begins. For attention the sequences are put into a few
-groups of similar shape, each of which is one padded call. Prefill is a sequence with many new tokens; a token tree is a
-sequence whose new tokens have parents.
+No linear layer sees padding; only attention knows where a sequence begins. For attention the sequences are put into a
+few groups of similar shape, each of which is one padded call. Prefill is a sequence with many new tokens; a token tree
+is a sequence whose new tokens have parents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 class BatchItem:
     """One sequence's share of a pass.
 
-    token_ids: new tokens. parents: index of each new token's parent among the new ones, -1 for the first; None: a chain.
+    token_ids: new tokens. parents: index of each new token's parent among the new ones, -1 for the first; None: a
+        chain.
     context_len: tokens before them in the cache. blocks: the sequence's block table, with room for the new tokens.
     """
 
@@ -46,7 +47,8 @@ class BatchItem:
 class AttentionGroup:
     """Sequences that attend in one padded call.
 
-    query_index: [seqs * queries] rows of the flat batch, padded by repeating row 0; None when it is the whole batch in order.
+    query_index: [seqs * queries] rows of the flat batch, padded by repeating row 0; None when it is the whole batch in
+        order.
     output_index: [tokens of the group] places of the real queries in the padded ones; None when nothing is padded.
     key_slots: [seqs * keys] where each key lies in the cache (or in the flat batch, without a cache).
     first_slot: of a single sequence whose keys lie in one piece, which then are read in place; None otherwise.
@@ -135,7 +137,8 @@ def _key_slots(item: BatchItem, start: int, block_size: int | None) -> np.ndarra
 
 
 def _grouped(items: Sequence[BatchItem], waste: float = 1.3, call: int = 2048) -> list[list[int]]:
-    """Indices of items that share a padded call: padding may add `waste` to the work, or `call` query-key pairs per item.
+    """Indices of items that share a padded call: padding may add `waste` to the work, or `call` query-key pairs per
+    item.
 
     A call costs about as much as that many pairs, so tiny items are always put together.
     """

@@ -1,9 +1,9 @@
 """Faster equivalents of transformers' modules, swapped in by type for inference.
 
-transformers' own modules are the reference, and every swap is held to them by tests/modules/test_fast.py. What is gained: one product
-for query, key and value and one for gate and up, weights packed once for oneDNN on CPUs (about twice as fast in float32, a
-third faster in bfloat16), fused norms, and rotary embedding in half the passes. Weights are moved, not copied, so memory
-does not grow; a model with these modules cannot be trained.
+transformers' own modules are the reference, and every swap is held to them by tests/modules/test_fast.py. What is
+gained: one product for query, key and value and one for gate and up, weights packed once for oneDNN on CPUs (about
+twice as fast in float32, a third faster in bfloat16), fused norms, and rotary embedding in half the passes. Weights are
+moved, not copied, so memory does not grow; a model with these modules cannot be trained.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class FastAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
             rotated = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
-        query, key = rotate(rotated, *paged.halves(position_embeddings)).split([self.num_heads, self.num_kv_heads], dim=1)
+        query, key = rotate(rotated, *paged.halves(position_embeddings)).split(
+            [self.num_heads, self.num_kv_heads], dim=1
+        )
         keys, values = paged.write(self.layer_index, key, value)
         read = paged_attention(query, keys, values, paged.batch, self.scaling, self.window, self.softcap)
         return self.output(read.view(tokens, -1)).unsqueeze(0), None
@@ -112,8 +114,8 @@ def signed_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Rotary position embedding, halves convention, of [tokens, heads, head_dim].
 
-    x cos + rotate_half(x) sin, where rotate_half swaps the halves and negates the first: with that sign put into sin, the
-    swap is a roll.
+    x cos + rotate_half(x) sin, where rotate_half swaps the halves and negates the first: with that sign put into sin,
+    the swap is a roll.
     """
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
 
@@ -130,6 +132,7 @@ def layer_window(attention: Any) -> int | None:
 
 def speed_up(layers: nn.ModuleList) -> None:
     """Replace the parts of decoder layers that have a fast equivalent, in place; others (OPT) stay as they are."""
+    layer: Any
     for layer in layers:
         attention = layer.self_attn
         if hasattr(attention, "o_proj") and hasattr(attention.config, "num_key_value_heads"):

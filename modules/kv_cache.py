@@ -1,8 +1,8 @@
 """Paged KV cache: where every committed token's keys and values live, and who owns which block.
 
-`BlockAllocator` and `CacheTable` are host logic without tensors. `PagedKVCache` adds the storage: one pool of slots, laid
-out [layers, 2, slots, kv_heads, head_dim], and one block table per sequence shared by all layers. Slots behind a table's
-`length` are scratch space of the running pass; `commit` keeps the accepted ones and gives the rest back.
+`BlockAllocator` and `CacheTable` are host logic without tensors. `PagedKVCache` adds the storage: one pool of slots,
+laid out [layers, 2, slots, kv_heads, head_dim], and one block table per sequence shared by all layers. Slots behind a
+table's `length` are scratch space of the running pass; `commit` keeps the accepted ones and gives the rest back.
 
 Full committed blocks stay findable by content after their owner has gone (prefix caching) until their space is needed.
 Left out: sliding-window layers keep blocks that have left the window (they are masked, not freed).
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 ContentKey = tuple[object, tuple[int, ...]]
-"""(parent content, token ids of the block): equal keys mean equal KV. The parent is an id that is never used twice, or the
-namespace of a sequence's first block, so keys compare exactly and never by hash alone."""
+"""(parent content, token ids of the block): equal keys mean equal KV. The parent is an id that is never used twice, or
+the namespace of a sequence's first block, so keys compare exactly and never by hash alone."""
 
 
 @dataclass
@@ -128,7 +128,8 @@ class BlockAllocator:
 class PagedKVCache:
     """The pool of one model.
 
-    layer(i) gives (keys, values), each [slots, kv_heads, head_dim]. Unwritten slots are zero, so masked keys stay finite.
+    layer(i) gives (keys, values), each [slots, kv_heads, head_dim]. Unwritten slots are zero, so masked keys stay
+    finite.
     """
 
     def __init__(
@@ -190,9 +191,9 @@ class PagedKVCache:
     def commit(self, kept: Sequence[tuple[CacheTable, Sequence[int]]]) -> None:
         """Make tokens of the last pass permanent.
 
-        `kept` holds per table the offsets behind its length, strictly increasing, of the tokens to keep (`[0, 2, 5]`: an
-        accepted branch). They are moved together where they are not contiguous, in one copy over all layers and tables;
-        blocks behind them are given back.
+        `kept` holds per table the offsets behind its length, strictly increasing, of the tokens to keep (`[0, 2, 5]`:
+        an accepted branch). They are moved together where they are not contiguous, in one copy over all layers and
+        tables; blocks behind them are given back.
         """
         source: list[int] = []
         target: list[int] = []

@@ -1,8 +1,8 @@
 """A Hugging Face causal language model as a stack that can be run in ranges of layers over a ragged batch.
 
-transformers provides the modelling code; nothing of it is copied. Its decoder layers hand unknown keyword arguments down to
-the attention function named in the configuration, so one registered function reaches the batch and the paged cache.
-Training and inference go through the same `run`.
+transformers provides the modelling code; nothing of it is copied. Its decoder layers hand unknown keyword arguments
+down to the attention function named in the configuration, so one registered function reaches the batch and the paged
+cache. Training and inference go through the same `run`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .fast import FastLinear, FastNorm, layer_window, signed_halves, speed_up
 from .kv_cache import PagedKVCache
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "opt")
-"""Values of `model_type` that LayeredModel runs; "gemma3" is the multimodal checkpoint, of which the text part is used."""
+"""Values of `model_type` that LayeredModel runs; of "gemma3", the multimodal checkpoint, the text part is used."""
 
 ATTENTION = "speclight_paged"
 
@@ -62,6 +62,7 @@ class Paged:
         """Put new keys and values, [tokens, kv_heads, head_dim], in their slots; returns what attention reads from."""
         if self.cache is None:
             return key, value
+        assert self.batch.slot_mapping is not None, "a batch built without a cache cannot be run with one"
         keys, values = self.cache.layer(layer)
         keys.index_copy_(0, self.batch.slot_mapping, key)
         values.index_copy_(0, self.batch.slot_mapping, value)
@@ -69,7 +70,7 @@ class Paged:
 
 
 def _attention_interface(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -94,7 +95,8 @@ AttentionInterface.register(ATTENTION, _attention_interface)
 class LayeredModel(nn.Module):
     """Takes over a transformers causal LM: embed, run any range of layers, logits.
 
-    The model passed in is changed in place (its attention, and with `fast` its modules) and should not be used otherwise.
+    The model passed in is changed in place (its attention, and with `fast` its modules) and should not be used
+    otherwise.
     fast: swap in the faster modules of `fast.py`, for inference only; off for training.
 
     Raises ValueError for an unsupported architecture.
@@ -152,7 +154,14 @@ class LayeredModel(nn.Module):
     def new_cache(self, num_blocks: int, block_size: int = 16, prefix_caching: bool = True) -> PagedKVCache:
         """An empty cache that fits this model."""
         return PagedKVCache(
-            self.num_layers, self.num_kv_heads, self.head_dim, num_blocks, block_size, self.dtype, self.device, prefix_caching
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            num_blocks,
+            block_size,
+            self.dtype,
+            self.device,
+            prefix_caching,
         )
 
     def bytes_per_token(self) -> int:
@@ -178,8 +187,8 @@ class LayeredModel(nn.Module):
     ) -> Float[Tensor, "tokens hidden"]:
         """The residual stream after layers [start, stop), from the one before them.
 
-        Writes the new tokens' keys and values of those layers into their slots. `run(run(h, a), b)` over adjacent ranges
-        equals one run over both, bit for bit. cache None: tokens see only the batch's own (training, scoring).
+        Writes the new tokens' keys and values of those layers into their slots. `run(run(h, a), b)` over adjacent
+        ranges equals one run over both, bit for bit. cache None: tokens see only the batch's own (training, scoring).
         """
         paged, states = Paged(batch, cache), hidden.unsqueeze(0)
         for index in range(start, stop):

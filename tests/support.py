@@ -97,7 +97,9 @@ def _token_before(hidden, batch, keys):
         for row in real.tolist():
             visible = keys[slots[row][seen[row]], 0]
             position = hidden[order[row], 1]
-            assert sorted(visible[:, 1].tolist()) == list(range(int(position) + 1)), "a token must see each position once"
+            assert sorted(visible[:, 1].tolist()) == list(range(int(position) + 1)), (
+                "a token must see each position once"
+            )
             hit = visible[visible[:, 1] == position - 1, 0]
             before[order[row]] = hit[0] if len(hit) else 0.0
     return before

@@ -21,7 +21,11 @@ def test_the_drafter_of_the_docs_page_drafts_and_leaves_the_text_alone():
     assert len([line for line in source.splitlines() if line.strip()]) < 40
     names: dict = {"__name__": "bigram"}
     exec(compile(source, "docs/write-a-drafter.md", "exec"), names)
-    names |= {"Engine": lambda *a, **k: Engine(*a, num_blocks=100, strict=True, **k), "model": tiny_lm(), "tokenizer": None}
+    names |= {
+        "Engine": lambda *a, **k: Engine(*a, num_blocks=100, strict=True, **k),
+        "model": tiny_lm(),
+        "tokenizer": None,
+    }
     exec(compile(use, "docs/write-a-drafter.md", "exec"), names)
     params = GenerationParams(max_new_tokens=60)
     plain = names["engine"].generate([[3, 1, 4]], GenerationParams(max_new_tokens=60, method="ar"))[0]

@@ -1,4 +1,5 @@
-"""Layers 2 to 4 of exactness: greedy equality with transformers, the cache against a fresh prefill, the law of the output.
+"""Layers 2 to 4 of exactness: greedy equality with transformers, the cache against a fresh prefill, the law of the
+output.
 
 Layer 1, the algebra of the rule, is tests/modules/test_acceptance.py.
 """
@@ -69,7 +70,10 @@ class OracleDrafter(Drafter):
         right = ahead[: self.random.randrange(len(ahead) + 1)]
         tree = TokenTree.root(sequence.token_ids[-1])
         token_ids, parents = list(tree.token_ids), list(tree.parents)
-        for wrong in (ahead[:1] and [(ahead[0] + 1) % 96], right):  # a wrong branch first, so that the right one is moved
+        for wrong in (
+            ahead[:1] and [(ahead[0] + 1) % 96],
+            right,
+        ):  # a wrong branch first, so that the right one is moved
             parent = 0
             for token_id in wrong:
                 token_ids.append(token_id)
@@ -81,7 +85,9 @@ class OracleDrafter(Drafter):
 @cache
 def prompts(count: int) -> list[list[int]]:
     rng = random.Random(1)
-    return [[rng.randrange(96) for _ in range(rng.choice([1, 2, 5, 17, 30]))] * rng.choice([1, 2]) for _ in range(count)]
+    return [
+        [rng.randrange(96) for _ in range(rng.choice([1, 2, 5, 17, 30]))] * rng.choice([1, 2]) for _ in range(count)
+    ]
 
 
 @cache
@@ -125,8 +131,12 @@ def make_engine(name: str, **options) -> Engine:
 def test_greedy_text_equals_transformers_generate(name, batch, block_size, pressure):
     """Layer 2. Fails if a draft is accepted wrongly or a pass sees a wrong key, with and without preemption."""
     slots = 2000 if pressure == "roomy" else 110  # the longest text needs 84
-    engine = make_engine(name, block_size=block_size, num_blocks=slots // block_size, max_num_seqs=batch, max_batch_tokens=40)
-    results = engine.generate(prompts(16)[:batch] if batch > 1 else prompts(16)[:4], GenerationParams(max_new_tokens=NEW_TOKENS))
+    engine = make_engine(
+        name, block_size=block_size, num_blocks=slots // block_size, max_num_seqs=batch, max_batch_tokens=40
+    )
+    results = engine.generate(
+        prompts(16)[:batch] if batch > 1 else prompts(16)[:4], GenerationParams(max_new_tokens=NEW_TOKENS)
+    )
     for result, text in zip(results, expected(16), strict=False):
         assert result.token_ids == text
         assert result.finish_reason == "length"
@@ -160,9 +170,7 @@ def _assert_cache_is_fresh(engine: Engine, sequence) -> None:
         engine.model(RaggedBatch.build([BatchItem(sequence.token_ids[:length], 0, table.blocks)], 1), fresh)
     slots = [engine.cache.slot(sequence.table, position) for position in range(length)]
     expected_slots = [fresh.slot(table, position) for position in range(length)]
-    torch.testing.assert_close(
-        engine.cache.data[:, :, slots], fresh.data[:, :, expected_slots], atol=1e-9, rtol=1e-9
-    )
+    torch.testing.assert_close(engine.cache.data[:, :, slots], fresh.data[:, :, expected_slots], atol=1e-9, rtol=1e-9)
 
 
 VOCAB = 4
@@ -174,8 +182,12 @@ def table_drafter(name: str) -> Drafter:
         "prompt-lookup": lambda: PromptLookupDrafter(num_tokens=2),
         "logitspec": lambda: LogitSpecDrafter(k=3, capacity=6, retrieved=3),
         "draft-model": lambda: DraftModelDrafter(TableLM(random_table(VOCAB, seed=7)), num_tokens=2),
-        "draft-greedy": lambda: DraftModelDrafter(TableLM(random_table(VOCAB, seed=7)), num_tokens=2, draft_temperature=0.0),
-        "draft-hot": lambda: DraftModelDrafter(TableLM(random_table(VOCAB, seed=7)), num_tokens=2, draft_temperature=2.0),
+        "draft-greedy": lambda: DraftModelDrafter(
+            TableLM(random_table(VOCAB, seed=7)), num_tokens=2, draft_temperature=0.0
+        ),
+        "draft-hot": lambda: DraftModelDrafter(
+            TableLM(random_table(VOCAB, seed=7)), num_tokens=2, draft_temperature=2.0
+        ),
         "random-tree": lambda: RandomTreeDrafter(VOCAB),
     }[name]()
 
@@ -188,12 +200,20 @@ LAW_DRAFTERS = ["ar", "prompt-lookup", "logitspec", "draft-model", "draft-greedy
 def test_sampled_texts_have_the_targets_law(name, batch):
     """Layer 4: chi-square over all 64 texts of three tokens, every one of known probability.
 
-    p must exceed 1e-5, so all 21 cases together fail a right engine with probability 2.1e-4 at most; the seeds are fixed.
+    p must exceed 1e-5, so all 21 cases together fail a right engine with probability 2.1e-4 at most; the seeds are
+    fixed.
     """
     table, runs = random_table(VOCAB, seed=3, order=2, scale=1.0), 1600
     one = table_drafter(name)
     options = {"num_blocks": 30, "block_size": 1} if batch == 3 else {"num_blocks": 64, "block_size": 16}
-    engine = Engine(TableLM(table, num_layers=1), drafters=[one], default_method=one.name, strict=True, max_num_seqs=batch, **options)
+    engine = Engine(
+        TableLM(table, num_layers=1),
+        drafters=[one],
+        default_method=one.name,
+        strict=True,
+        max_num_seqs=batch,
+        **options,
+    )
     prompt = [2, 1, 2, 1]
     params = [GenerationParams(max_new_tokens=4, temperature=1.0, seed=1000 + run) for run in range(runs)]
     counts: dict[tuple[int, ...], int] = {}

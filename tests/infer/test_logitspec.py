@@ -92,7 +92,7 @@ def prefixes(branches: list[list[int]]) -> set[tuple[int, ...]]:
 
 
 def test_the_tree_of_a_small_text_is_the_papers_with_equal_beginnings_merged():
-    """Branch 0 is retrieved whole, each guess keeps three retrieved tokens, the guess 3 shares branch 0's first node."""
+    """Branch 0 is retrieved whole, each guess keeps three retrieved tokens, guess 3 shares branch 0's first node."""
     text = [1, 2, 3, 4, 5, 6, 7, 8, 4, 9, 1, 2]
     trie = labelled(tree_of(LogitSpecDrafter(k=4, retrieved=6), sequence_of(text), ranked=[2, 3, 4, 50]))
     retrieved = [(3,), (3, 4), (3, 4, 5), (3, 4, 5, 6), (3, 4, 5, 6, 7), (3, 4, 5, 6, 7, 8)]
@@ -203,7 +203,7 @@ def test_the_request_overrides_the_capacity_in_both_directions():
 
 
 def test_guesses_come_from_the_row_after_the_last_accepted_node():
-    """Fails if the root's row is taken, or the row numbered by the accepted tokens: not the same in a branching tree."""
+    """Fails if the root's row is taken, or the row numbered by the accepted tokens, which differ in a tree."""
     drafter, sequence = LogitSpecDrafter(k=2), sequence_of([50])
     tree = TokenTree([50, 51, 52, 53], [-1, 0, 0, 2])
     rows = torch.stack([logits_of([10 + node, 20 + node]) for node in range(4)])

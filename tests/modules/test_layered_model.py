@@ -31,7 +31,7 @@ def _no_grad():
 @pytest.mark.parametrize("fast", [False, True], ids=["transformers", "fast"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_layers_equal_transformers_forward(family, fast):
-    """Fails if a mask, a window (shorter than the sequence), a scale or a position is off. 1e-6: their norms are float32."""
+    """Fails if a mask, a window (shorter than the text), a scale or a position is off. 1e-6: float32 norms."""
     model = tiny_lm(family, fast=fast)
     got = run(model, [BatchItem(OTHER), BatchItem(PROMPT)])
     torch.testing.assert_close(got[len(OTHER) :], reference(family, PROMPT), atol=1e-6, rtol=1e-6)
@@ -71,7 +71,7 @@ def test_chunks_through_the_paged_cache_equal_one_pass(family, block_size):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_pass_equals_one_pass_per_path_and_the_kept_path_equals_a_prefill(family):
-    """Fails if a branch sees its sibling, if a position counts nodes instead of depth, or if compaction moves wrongly."""
+    """Fails if a branch sees its sibling, a position counts nodes instead of depth, or compaction moves wrongly."""
     model = tiny_lm(family)
     cache, table = model.new_cache(32, 4), _table()
     prefix, tree, parents = PROMPT[:6], [7, 11, 12, 13, 11, 14, 15], [-1, 0, 0, 1, 2, 4, 3]

@@ -1,0 +1,63 @@
+"""Every swapped module equals the transformers module it replaces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from speclight.modules.batch import BatchItem, RaggedBatch
+from speclight.modules.fast import FastAttention, FastLinear, FastMLP, FastNorm
+from support import FAMILIES, hf_tiny, tiny_lm
+
+# float32 rounding of the two orders of summation; in bfloat16 two roundings of values of this size
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.06}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 16, 65])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_one_packed_product_equals_the_separate_ones(dtype, rows, bias):
+    """Packed weights are laid out for 16 rows and must be right for any number."""
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(24, width, bias=bias, dtype=dtype) for width in (8, 16)]
+    hidden = torch.randn(rows, 24, dtype=dtype)
+    expected = torch.cat([part(hidden) for part in parts], dim=-1)
+    torch.testing.assert_close(FastLinear(parts)(hidden), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_a_packed_layer_still_computes_outside_no_grad():
+    """A user who forgets inference_mode gets the same numbers, not an error from a private operator."""
+    layer = torch.nn.Linear(24, 8)
+    fast, hidden = FastLinear([layer]), torch.randn(3, 24)
+    with torch.enable_grad():
+        torch.testing.assert_close(fast(hidden), layer(hidden), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "opt"])
+def test_mlp_and_norms_equal_transformers(family, dtype):
+    """Gemma's norm stores its weight as a distance from one, and its MLP has another activation."""
+    layer = hf_tiny(family, dtype=dtype).model.layers[0]
+    layer.input_layernorm.weight.add_(0.3)
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    scale = float(layer.mlp(hidden).abs().max())
+    tolerance = max(TOLERANCE[dtype], 1e-6)  # their norms compute in float32
+    torch.testing.assert_close(FastMLP(layer.mlp)(hidden), layer.mlp(hidden), atol=tolerance * max(scale, 1), rtol=0)
+    norm = layer.input_layernorm
+    torch.testing.assert_close(FastNorm(norm)(hidden), norm(hidden), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fast_model_equals_its_slow_reference(family):
+    """Whole model, paged cache and tree included, in float64; and the swap has really taken place where it can."""
+    slow, fast = tiny_lm(family, fast=False), tiny_lm(family, fast=True)
+    swapped = isinstance(fast.decoder.layers[0].self_attn, FastAttention)
+    assert swapped == (family != "opt") and not isinstance(slow.decoder.layers[0].self_attn, FastAttention)
+    item = BatchItem([5, 7, 9, 11, 3], parents=[-1, 0, 0, 1, 2])
+    batches = [RaggedBatch.build([BatchItem([1, 2, 3]), item], None) for _ in range(2)]
+    torch.testing.assert_close(fast(batches[0]), slow(batches[1]), atol=1e-6, rtol=1e-6)
