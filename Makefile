@@ -3,7 +3,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := modules infer train configs tests
+SOURCES := modules infer train configs tests docs
+# shapes and types of modules/ are checked where modules/ is tested; over the engine's tests that costs minutes
+CHECKED := speclight.modules,beartype.beartype
 
 .PHONY: demo test check fix types
 
@@ -11,7 +13,8 @@ demo: $(VENV)/.demo-model
 	$(BIN)/speclight demo
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 tests/modules --jaxtyping-packages=$(CHECKED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 --ignore=tests/modules
 
 check: $(INSTALLED) types
 	$(BIN)/ruff check $(SOURCES)

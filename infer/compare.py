@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ..modules.layered_model import LayeredModel
 
 NEAR_TIE = {"float64": 1e-9, "float32": 1e-4, "float16": 0.1, "bfloat16": 0.75}
-"""dtype -> logit gap under which a difference is a near-tie: a little more than what rounding can do. On a Llama of 135M
-parameters, with logits about 25, a pass over all tokens and passes over one moved the gap of the best two, over 621
-positions, by up to 5e-5 in float32; in bfloat16 by 0.06 in the median, by 0.36 in one of a hundred, by 0.63 at most.
+"""dtype -> logit gap under which a difference is a near-tie: a little more than what rounding can do. On a Llama of
+135M parameters, with logits about 25, a pass over all tokens and passes over one moved the gap of the best two, over
+621 positions, by up to 5e-5 in float32; in bfloat16 by 0.06 in the median, by 0.36 in one of 100, by 0.63 at most.
 float16 has three bits more."""
 
 

@@ -99,13 +99,14 @@ class DraftModelDrafter(Drafter):
         self.cache.allocator.forget_idle()
 
     def _begin(self, sequence: Sequence) -> _Chain | None:
-        """Settle what the last proposal left and reserve room; None when context or cache leave no room for a draft."""
+        """Settle what the last proposal left and reserve room; None when there is nothing it can draft with."""
         state = self._states.get(sequence.sequence_id) or self._new_state(sequence)
         self._settle(state, sequence.token_ids)
         room = self.model.max_positions - len(sequence.token_ids) + 1  # the last draft is not run
         length = min(sequence.draft_tokens, sequence.max_depth, room)
-        pending = len(sequence.token_ids) - state.table.length
-        if length < 1 or not self.cache.reserve(state.table, pending + length - 1):
+        unread = sequence.token_ids[state.table.length :]
+        known = max(unread) < self.model.vocab_size  # a padded id of the target alone means nothing to the draft
+        if length < 1 or not known or not self.cache.reserve(state.table, len(unread) + length - 1):
             return None
         return _Chain(sequence, state, length)
 

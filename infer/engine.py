@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -109,6 +109,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds)
         self.stats = EngineStats()
         self._decoding: dict[int, _Decoding] = {}
+        self._live: Counter[str] = Counter()  # texts of each request that have not ended
         self._sequence_ids, self._request_ids = itertools.count(), itertools.count()
         self._undelivered: list[StreamChunk] = []
 
@@ -124,7 +125,7 @@ class Engine:
         for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             self._check_ids(name, token_ids)
         request_id = request_id if request_id is not None else f"request-{next(self._request_ids)}"
-        if any(sequence.request_id == request_id for sequence in self.scheduler.sequences):
+        if request_id in self._live:
             raise ValueError(f"request_id {request_id!r} is already running")
         for index in range(params.n):
             self._add_sequence(prompt_ids, params, method, request_id, index)
@@ -164,7 +165,8 @@ class Engine:
         their chunks come out of the next `step`.
         """
         each: list[Prompt] = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
-        many: list[GenerationParams | None] = list(params) if isinstance(params, list | tuple) else [params] * len(each)  # type: ignore[list-item]
+        one = params if params is None or isinstance(params, GenerationParams) else None
+        many = list(params) if isinstance(params, list | tuple) else [one] * len(each)
         if len(many) != len(each):
             raise ValueError(f"params must be one or as many as prompts ({len(each)}), got {len(many)}")
         mine = request_ids if request_ids is not None else []
@@ -173,7 +175,7 @@ class Engine:
             for prompt, one in zip(each, many, strict=True):
                 mine.append(self.add(prompt, one))
             open_ids = set(mine)
-            while any(sequence.request_id in open_ids for sequence in self.scheduler.sequences) or self._has(open_ids):
+            while open_ids & self._live.keys():
                 for chunk in self.step():
                     if chunk.request_id in open_ids:
                         yield chunk
@@ -398,6 +400,7 @@ class Engine:
             TextStream(self.tokenizer, params.stop),
             frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.model.eos_token_ids),
         )
+        self._live[request_id] += 1
         self.scheduler.add(sequence)
 
     def _finish_without_running(self) -> list[StreamChunk]:
@@ -412,6 +415,9 @@ class Engine:
         decoding = self._decoding.pop(sequence.sequence_id)
         text += decoding.text.finish()
         self.scheduler.remove(sequence)
+        self._live[sequence.request_id] -= 1
+        if not self._live[sequence.request_id]:
+            del self._live[sequence.request_id]
         for drafter in self.drafters.values():
             drafter.release(sequence.sequence_id)
         sequence.stats.seconds = time.perf_counter() - sequence.arrived
@@ -451,9 +457,6 @@ class Engine:
             assert len(table.blocks) == self.cache.blocks_for(table.length), "a table holds blocks it does not need"
             assert sequence.num_emitted == 0 or sequence in self.scheduler.waiting or sequence.num_pending >= 1
         assert set(self._decoding) == {sequence.sequence_id for sequence in self.scheduler.sequences}
-
-    def _has(self, request_ids: set[str]) -> bool:
-        return any(chunk.request_id in request_ids for chunk in self._undelivered)
 
     def _known_method(self, method: str) -> str:
         if method not in self.drafters:

@@ -273,3 +273,25 @@ def test_a_seeded_sampled_text_equals_plain_decodings_where_nothing_was_drawn(na
         engine = make_engine(method)
         texts.append([r.token_ids for r in engine.generate(prompts(16)[:5], params)])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("vocab", [80, 128])
+def test_a_draft_with_another_padded_vocabulary_stays_exact_and_useful(vocab):
+    """Ids that only one of the two models has are never drafted; the shared range is."""
+    one = DraftModelDrafter(tiny_lm(vocab_size=vocab), num_tokens=3)
+    engine = Engine(tiny_lm(), drafters=[one], default_method=one.name, strict=True, num_blocks=400)
+    shared = [[token_id % 80 for token_id in prompt] for prompt in prompts(16)]
+    results = engine.generate(shared, GenerationParams(max_new_tokens=NEW_TOKENS, temperature=1.0, seed=3))
+    assert sum(result.stats.drafted for result in results) > 30
+    assert not any(result.stats.draft_failures for result in results)
+    greedy = engine.generate(shared, GenerationParams(max_new_tokens=NEW_TOKENS))
+    plain = engine.generate(shared, GenerationParams(max_new_tokens=NEW_TOKENS, method="ar"))
+    assert [result.token_ids for result in greedy] == [result.token_ids for result in plain]
+
+
+def test_sixty_four_texts_in_one_batch_equal_single_runs():
+    many = [[(i * 7 + j * 3) % 96 for j in range(1 + (i * 5) % 23)] for i in range(64)]
+    engine = make_engine("random-tree", max_num_seqs=64)
+    params = GenerationParams(max_new_tokens=10)
+    together = [result.token_ids for result in engine.generate(many, params)]
+    assert together == [engine.generate([one], params)[0].token_ids for one in many]
