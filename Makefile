@@ -12,9 +12,9 @@ CHECKED := speclight.modules,beartype.beartype
 demo: $(VENV)/.demo-model
 	$(BIN)/speclight demo
 
-test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 tests/modules --jaxtyping-packages=$(CHECKED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 --ignore=tests/modules
+test: $(VENV)/.demo-model
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadgroup tests/modules --jaxtyping-packages=$(CHECKED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadgroup --ignore=tests/modules
 
 check: $(INSTALLED) types
 	$(BIN)/ruff check $(SOURCES)
@@ -45,3 +45,8 @@ $(VENV)/.demo-model: $(INSTALLED)
 .PHONY: results-table
 results-table: $(INSTALLED)
 	$(BIN)/python docs/readme_table.py
+
+# MAT as LogitSpec's authors count it, on the prompts that they were compared on
+.PHONY: logitspec-mat
+logitspec-mat: $(INSTALLED)
+	$(BIN)/python docs/logitspec_mat.py --model $(MODEL) --data $(DATA)

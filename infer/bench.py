@@ -224,7 +224,7 @@ def _header(
     device = engine.model.device
     groups = Counter(item.question.group for item in items)
     facts = {
-        "model": options.model,
+        "model": _shown(options.model),
         "dtype": dtype,
         "prompts": f"{len(items)} from {Path(options.data).name}: "
         + ", ".join(f"{n} {name}" for name, n in groups.items()),
@@ -240,11 +240,16 @@ def _header(
         "near-tie gap": f"{NEAR_TIE[dtype]:g} ({dtype})",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["speclight", *sys.argv[1:]]),
+        "command": shlex.join(["speclight", *map(_shown, sys.argv[1:])]),
     }
     title = f"speclight bench: {Path(options.model).name}, {dtype}, batch {options.batch_size}"
     flags = list(_flags(options, dtype, left_out, len(groups)))
     return Header(title, methods, NEAR_TIE[dtype], options.temperature == 0.0, facts, flags)
+
+
+def _shown(argument: str) -> str:
+    """An argument as a report shows it: a report is passed on, so of an absolute path only the last part."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _flags(options: BenchOptions, dtype: str, left_out: Mapping[int | str, str], num_groups: int) -> Iterator[str]:

@@ -45,7 +45,7 @@ class LogitSpecOptions:
     """LogitSpec's drafter."""
 
     k: int = option(60, "next-next tokens guessed from the last logits")
-    capacity: int = option(64, "nodes of the tree, root included")
+    capacity: int | None = option(None, "nodes of the tree, root included; if unset 64, on a CPU 8")
     max_ngram: int = option(3, "longest n-gram that is looked up")
     retrieved: int = option(20, "tokens taken after a match")
     prune: tuple[tuple[int, int], ...] = option(((8, 4), (32, 3)), "[[rank, length], ...]: continuations by rank")
@@ -181,10 +181,18 @@ def _resolve(options: ModelOptions, model: str) -> ModelSource:
     return resolve_model(model, options.allow_pickle, options.trust_remote_code, options.cache_dir)
 
 
+CAPACITY, CAPACITY_ELSEWHERE = {"cpu": 8}, 64
+"""Default size of LogitSpec's trees by kind of device: the paper's, except where a pass over so many tokens costs several
+passes over one, as measured on CPUs (docs/LOG.md)."""
+
+
 def _logitspec(prepared: Prepared, model: LayeredModel) -> Drafter:
     from .logitspec import LogitSpecDrafter
 
-    return LogitSpecDrafter(**asdict(prepared.options.logitspec))
+    options = asdict(prepared.options.logitspec)
+    if options["capacity"] is None:
+        options["capacity"] = CAPACITY.get(model.device.type, CAPACITY_ELSEWHERE)
+    return LogitSpecDrafter(**options)
 
 
 def _prompt_lookup(prepared: Prepared, model: LayeredModel) -> Drafter:

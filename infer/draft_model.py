@@ -19,7 +19,11 @@ from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter
+from .memory import DRAFT_SHARE, blocks_within
 from .request import Sequence
+
+MAX_TEXTS = 64
+"""Full contexts that the draft's cache holds by default, where memory allows."""
 
 
 @dataclass
@@ -46,8 +50,8 @@ class DraftModelDrafter(Drafter):
     """model: the draft, with the target's tokenizer; its vocabulary may be padded differently.
 
     num_tokens: chain length. draft_temperature: replaces the request's temperature when drafting, None keeps it.
-    num_blocks: size of the draft's cache; sequences that find no room there are not drafted for. max_batch_tokens: the
-    draft reads prompts in chunks of at most this many tokens.
+    num_blocks: size of the draft's cache, None for a tenth of the free memory; sequences that find no room there are
+        not drafted for. max_batch_tokens: the draft reads prompts in chunks of at most this many tokens.
     """
 
     name = "draft-model"
@@ -65,8 +69,8 @@ class DraftModelDrafter(Drafter):
             raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
         self.model, self.num_tokens, self.draft_temperature = model, num_tokens, draft_temperature
         self.max_batch_tokens = max_batch_tokens
-        blocks_per_text = -(-model.max_positions // block_size)
-        self.cache = model.new_cache(num_blocks or 16 * blocks_per_text, block_size)
+        num_blocks = num_blocks or blocks_within(model, block_size, MAX_TEXTS, share=DRAFT_SHARE)
+        self.cache = model.new_cache(num_blocks, block_size)
         self.vocab_size = model.vocab_size
         self._states: dict[int, _State] = {}
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline, logprobs, make_generator
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter, Observation
+from .memory import blocks_within
 from .request import Completion, GenerationParams, Prompt, Sequence, StreamChunk, TokenLogprob, TokenOrigin
 from .scheduler import Scheduled, Scheduler
 from .stats import EngineStats
@@ -70,7 +70,7 @@ class Engine:
 
     drafters: those that requests can name as their method; "ar" is always there. default_method: for requests that name
         none. draft_tokens: default proposal size for all methods; None takes each drafter's own.
-    kv_memory: GiB for the cache; None takes a quarter of the free memory, at most what max_num_seqs full contexts need.
+    kv_memory: GiB for the cache; None takes a share of the free memory, at most what max_num_seqs full contexts need.
     max_num_seqs: sequences in one pass. max_batch_tokens: prefill is chunked beyond this many tokens in a pass.
     max_length: longest text, prompt included; None takes the model's context (or the cache, when that is smaller).
     strict: let drafters' exceptions through instead of going on without their draft (tests).
@@ -101,7 +101,7 @@ class Engine:
         self.draft_tokens = draft_tokens
         self.target_rule = target_rule or Exact()
         if num_blocks is None:
-            num_blocks = _blocks_within(model, kv_memory, block_size, max_num_seqs)
+            num_blocks = blocks_within(model, block_size, max_num_seqs, kv_memory)
         self.cache = model.new_cache(num_blocks, block_size, prefix_caching)
         for drafter in self.drafters.values():
             drafter.attach(model, self.cache)
@@ -494,19 +494,3 @@ def _origins(tree: TokenTree, verdict: Verdict, drafter: str) -> list[TokenOrigi
     labels = tree.sources or [""] * len(tree)
     accepted = [TokenOrigin("accepted", drafter, labels[node]) for node in verdict.path[1:]]
     return [*accepted, TokenOrigin("corrected" if verdict.corrected else "bonus", drafter)]
-
-
-def _blocks_within(model: LayeredModel, kv_memory: float | None, block_size: int, max_num_seqs: int) -> int:
-    """How many blocks the memory budget in GiB holds; at least one."""
-    per_block = model.bytes_per_token() * block_size
-    if kv_memory is not None:
-        blocks = int(kv_memory * 2**30 // per_block)
-        if blocks < 1:
-            raise ValueError(f"kv_memory must hold a block of {per_block / 2**20:.3g} MiB, got {kv_memory} GiB")
-        return blocks
-    enough = max_num_seqs * -(-model.max_positions // block_size)
-    return max(1, min(enough, int(_free_memory(model.device) * 0.25 // per_block)))
-
-
-def _free_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

