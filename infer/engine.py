@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -112,6 +112,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds, self._scratch)
         self.stats = EngineStats()
         self._decoding: dict[int, _Decoding] = {}
+        self._full: list[Sequence] = []  # waiting texts that may not grow
         self._live: Counter[str] = Counter()  # texts of each request that have not ended
         self._sequence_ids, self._request_ids = itertools.count(), itertools.count()
         self._undelivered: list[StreamChunk] = []
@@ -136,7 +137,12 @@ class Engine:
 
     def cancel(self, request_id: str) -> list[Completion]:
         """End a request now; its blocks are free at once. Returns what it had; empty for an unknown id."""
-        found = [sequence for sequence in self.scheduler.sequences if sequence.request_id == request_id]
+        return self._cancel({request_id})
+
+    def _cancel(self, request_ids: Collection[str]) -> list[Completion]:
+        if not self._live.keys() & request_ids:
+            return []
+        found = [sequence for sequence in self.scheduler.sequences if sequence.request_id in request_ids]
         for sequence in found:
             sequence.finish_reason = "cancelled"
         return [self._finish(sequence).completion for sequence in found]  # type: ignore[misc]
@@ -185,8 +191,7 @@ class Engine:
                     else:
                         others.append(chunk)
         finally:
-            for request_id in mine:
-                self.cancel(request_id)
+            self._cancel(set(mine))
             self._undelivered.extend(others)
 
     def reset(self) -> None:
@@ -441,10 +446,13 @@ class Engine:
         )
         self._live[request_id] += 1
         self.scheduler.add(sequence)
+        if min(params.max_new_tokens, self.max_length - len(ids)) <= 0:
+            self._full.append(sequence)
 
     def _finish_without_running(self) -> list[StreamChunk]:
         """Texts that may not grow: max_new_tokens 0, or a prompt that fills the context."""
-        full = [s for s in self.scheduler.waiting if min(s.params.max_new_tokens, self.max_length - s.num_prompt) <= 0]
+        full = [sequence for sequence in self._full if sequence.sequence_id in self._decoding]  # not cancelled since
+        self._full.clear()
         for sequence in full:
             sequence.finish_reason = "length"
         return [self._finish(sequence) for sequence in full]

@@ -17,8 +17,8 @@ DEFINITIONS = {
     "over ...": "speed-up, the ratio of tokens/s on the same prompts with its 95 % bootstrap interval over prompts; of"
     " totals, and the mean over prompts of each one's ratio",
     "MAT": "mean accepted tokens: emitted tokens by passes of the target that gave logits, the bonus or corrected token"
-    " included; plain decoding is exactly 1. LogitSpec's code comes to the same figure: there the prefill emits"
-    " nothing, and the last token costs a pass",
+    " included; plain decoding is exactly 1. LogitSpec's authors also count what the last step accepts past a text's"
+    " end, which gives a little more",
     "MAT after prefill": "the same without each text's first token and pass",
     "acceptance": "accepted by drafted tokens; a tree's nodes count without its root",
     "retrieval": "share of lookups that found a match",

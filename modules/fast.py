@@ -43,7 +43,11 @@ class FastLinear(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.packed and not torch.is_grad_enabled():
             return torch.ops.mkldnn._linear_pointwise(hidden, self.weight, self.bias, "none", [], "")
-        return F.linear(hidden, self.weight.to_dense() if self.packed else self.weight, self.bias)
+        return F.linear(hidden, self.unpacked(), self.bias)
+
+    def unpacked(self) -> Tensor:
+        """[out_features, in_features]; a copy if the weights are packed."""
+        return self.weight.to_dense() if self.packed else self.weight
 
 
 class FastNorm(nn.Module):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -192,22 +192,53 @@ class LayeredModel(nn.Module):
         """
         paged, states = Paged(batch, cache), hidden.unsqueeze(0)
         for index in range(start, stop):
-            states = self.decoder.layers[index](
-                states,
-                attention_mask=None,
-                position_ids=batch.positions.unsqueeze(0),
-                position_embeddings=self._rotary(states, batch, index),
-                paged=paged,
-            )
+            states = self._through(self.decoder.layers[index], index, states, paged)
         return states.squeeze(0)
+
+    def run_layer(
+        self,
+        layer: nn.Module,
+        place: int,
+        hidden: Float[Tensor, "tokens hidden"],
+        batch: RaggedBatch,
+        cache: PagedKVCache | None,
+    ) -> Float[Tensor, "tokens hidden"]:
+        """One layer that is not among the model's own (a head), with the rotary embedding of the model's layer `place`.
+
+        It reads and writes the layer of the cache that its own `layer_idx` names.
+        """
+        return self._through(layer, place, hidden.unsqueeze(0), Paged(batch, cache)).squeeze(0)
+
+    def _through(self, layer: nn.Module, place: int, states: Tensor, paged: Paged) -> Tensor:
+        return layer(
+            states,
+            attention_mask=None,
+            position_ids=paged.batch.positions.unsqueeze(0),
+            position_embeddings=self._rotary(states, paged.batch, place),
+            paged=paged,
+        )
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Next-token logits from the residual stream after the last layer (or an earlier one: an early exit)."""
+        return self.soft_capped(self.head(self.final(hidden)))
+
+    def final(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows embed"]:
+        """What the unembedding multiplies: the residual stream after the final norm, and OPT's projection."""
         if self.norm is not None:
             hidden = self.norm(hidden)
-        if getattr(self.decoder, "project_out", None) is not None:
-            hidden = self.decoder.project_out(hidden)
-        logits = self.head(hidden)
+        project_out = getattr(self.decoder, "project_out", None)
+        return hidden if project_out is None else project_out(hidden)
+
+    def unembedding(self, token_ids: Int[Tensor, "draft"]) -> Float[Tensor, "draft embed"]:
+        """A copy of the unembedding's rows of some tokens; no supported family has a bias here.
+
+        A fast model, which may hold them packed, unpacks all of them for it: call it once.
+        """
+        weight = self.head.unpacked() if isinstance(self.head, FastLinear) else self.head.weight
+        return weight[token_ids]
+
+    def soft_capped(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+        """What logits are after the model's cap, if it has one (Gemma)."""
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def forward(self, batch: RaggedBatch, cache: PagedKVCache | None = None) -> Float[Tensor, "tokens vocab"]:
