@@ -54,6 +54,10 @@ class Drafter:
         """The proposal size used when neither engine nor request sets one: nodes of a tree, or length of a chain."""
         return 0
 
+    def scratch_tokens(self, draft_tokens: int) -> int:
+        """Slots behind the pending tokens to reserve for a proposal of that size and the work on it."""
+        return draft_tokens
+
     def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
         """One tree per sequence, rooted at `sequence.token_ids[-1]`.
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class _Step:
         token_ids = sequence.token_ids[start : start + count]
         if self.tree is None or len(self.tree) == 1:
             return BatchItem(token_ids, start, sequence.table.blocks)
+        if self.tree.is_chain:
+            return BatchItem([*token_ids, *self.tree.token_ids[1:]], start, sequence.table.blocks)
         parents = [*range(-1, count - 1), *(parent + count - 1 for parent in self.tree.parents[1:])]
         return BatchItem([*token_ids, *self.tree.token_ids[1:]], start, sequence.table.blocks, parents)
 
@@ -106,7 +109,7 @@ class Engine:
         for drafter in self.drafters.values():
             drafter.attach(model, self.cache)
         self.max_length = min(max_length or model.max_positions, model.max_positions, self.cache.num_slots)
-        self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds, self._scratch)
         self.stats = EngineStats()
         self._decoding: dict[int, _Decoding] = {}
         self._full: list[Sequence] = []  # waiting texts that may not grow
@@ -230,7 +233,7 @@ class Engine:
         items = [step.item for step in steps]
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
         drafted = time.perf_counter()
-        logits = self._run(batch, steps)
+        logits, layer_tokens = self._run(batch, steps)
         ran = time.perf_counter()
         verdicts = [self._verify(step, rows) for step, rows in zip(steps, logits, strict=True)]
         verified = time.perf_counter()
@@ -243,7 +246,7 @@ class Engine:
             drafting=(drafted - scheduled) + (observed - verified),
             model=ran - drafted,
             verifying=(verified - ran) + (ended - observed) + (scheduled - started),
-            layer_tokens=batch.num_tokens * self.model.num_layers,
+            layer_tokens=layer_tokens,
         )
         return chunks
 
@@ -283,9 +286,45 @@ class Engine:
         for sequence in group:
             sequence.stats.draft_failures += 1
 
-    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> list[Tensor]:
-        """Per step the logits [nodes, vocab] of its proposal, root first; empty in mid-prefill."""
-        hidden = self.model.run(self.model.embed(batch), batch, self.cache, 0, self.model.num_layers)
+    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> tuple[list[Tensor], int]:
+        """Per step the logits [nodes, vocab] of its proposal, root first (empty in mid-prefill); and the layer-tokens run.
+
+        Tokens that a drafter has run through the first layers join where it stopped: each token passes each layer once.
+        """
+        hidden, layer_tokens = self.model.embed(batch), 0
+        for step, start in zip(steps, batch.cu_seqlens, strict=False):
+            if step.tree is not None and step.tree.hidden is not None:
+                hidden[start : start + step.tree.num_run] = step.tree.hidden
+        joins = {step.tree.depth for step in steps if step.tree is not None and step.tree.num_run}
+        for first, last in pairwise(sorted({0, *joins, self.model.num_layers})):
+            rows, part = self._rows_at(first, batch, steps)
+            if part is None:
+                continue
+            ran = self.model.run(hidden if rows is None else hidden[rows], part, self.cache, first, last)
+            hidden = ran if rows is None else hidden.index_copy(0, rows, ran)
+            layer_tokens += part.num_tokens * (last - first)
+        return self._logits(hidden, batch, steps), layer_tokens
+
+    def _rows_at(
+        self, layer: int, batch: RaggedBatch, steps: list[_Step]
+    ) -> tuple[Tensor | None, RaggedBatch | None]:
+        """The tokens that run at this layer: their rows and their batch; (None, the whole batch) when all do."""
+        skips = [0 if step.tree is None or step.tree.depth <= layer else step.tree.num_run for step in steps]
+        if not any(skips):
+            return None, batch
+        parts = [step.item.after(skip) for step, skip in zip(steps, skips, strict=True)]
+        rows = [
+            row
+            for start, end, skip in zip(batch.cu_seqlens, batch.cu_seqlens[1:], skips, strict=False)
+            for row in range(start + skip, end)
+        ]
+        if not rows:
+            return None, None
+        device = self.model.device
+        items = [part for part in parts if part.token_ids]
+        return torch.tensor(rows, device=device), RaggedBatch.build(items, self.cache.block_size, device)
+
+    def _logits(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> list[Tensor]:
         rows: list[int] = []
         for step, end in zip(steps, batch.cu_seqlens[1:], strict=True):
             rows.extend(range(end - len(step.tree), end) if step.tree is not None else ())
@@ -453,6 +492,9 @@ class Engine:
         if wanted is None:
             wanted = self._decoding[sequence.sequence_id].drafter.default_draft_tokens()
         return (wanted, room - 1) if room > 1 and wanted > 0 else (0, 0)
+
+    def _scratch(self, sequence: Sequence) -> int:
+        return self._decoding[sequence.sequence_id].drafter.scratch_tokens(sequence.draft_tokens)
 
     # -- self-checks and helpers ---------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class LogitSpecDrafter(Drafter):
         if trie.is_full or sequence.max_depth < 1:
             return trie.tree()
         state = self._state(sequence)
-        state.index.extend(sequence.token_ids[:-1])  # what the model has run; as the paper's, the pool lacks the root
+        state.index.extend(sequence.token_ids[: -1 - sequence.num_tentative])  # as the paper's, the pool lacks the root
         for token_ids, num_guessed in self._branches(state, sequence.token_ids[-self.max_ngram :]):
             trie.add(token_ids[: sequence.max_depth], num_guessed)
             if trie.is_full:

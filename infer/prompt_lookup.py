@@ -55,7 +55,7 @@ class PromptLookupDrafter(Drafter):
         index = self._indices.get(sequence.sequence_id)
         if index is None:
             index = self._indices[sequence.sequence_id] = self._new_index()
-        index.extend(token_ids)
+        index.extend(token_ids[: len(token_ids) - sequence.num_tentative])
         length = max(min(sequence.draft_tokens, sequence.max_depth), 0)
         return TokenTree.chain([token_ids[-1], *index.lookup(token_ids[-self.max_ngram :], length)], source="ngram")
 

@@ -104,6 +104,8 @@ class Sequence:
 
     token_ids: prompt and everything emitted. While decoding all but the last have been run by the model.
     table: its blocks in the target's cache; `table.length` tokens are committed there.
+    num_tentative: how many ids at the end are themselves only proposed (a drafter inside another sees such sequences):
+        context to draft from, not to be remembered.
     draft_tokens, max_depth: bounds for the next proposal, set by the engine before `propose`. Room in the cache for a
         proposal of that size is already reserved then.
     generator: draws from the target, exactly one draw per emitted token where the proposal has no distributions;
@@ -119,6 +121,7 @@ class Sequence:
     draft_generator: torch.Generator
     table: CacheTable = field(default_factory=CacheTable)
     index: int = 0
+    num_tentative: int = 0
     draft_tokens: int = 0
     max_depth: int = 0
     stats: SequenceStats = field(default_factory=SequenceStats)

@@ -33,7 +33,7 @@ class Scheduler:
 
     max_num_seqs: sequences in one pass. max_batch_tokens: tokens of a pass beyond which prefill is chunked; drafts and
     decoding are never cut by it, so a sequence's text does not depend on its neighbours.
-    bounds(sequence) -> (draft_tokens, max_depth) for its next proposal.
+    bounds(sequence) -> (draft_tokens, max_depth) for its next proposal; scratch(sequence) -> slots that needs.
     """
 
     def __init__(
@@ -42,12 +42,13 @@ class Scheduler:
         max_num_seqs: int,
         max_batch_tokens: int,
         bounds: Callable[[Sequence], tuple[int, int]],
+        scratch: Callable[[Sequence], int] = lambda sequence: sequence.draft_tokens,
     ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_batch_tokens", max_batch_tokens)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.cache, self.max_num_seqs, self.max_batch_tokens = cache, max_num_seqs, max_batch_tokens
-        self.bounds = bounds
+        self.bounds, self.scratch = bounds, scratch
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -100,7 +101,7 @@ class Scheduler:
             count == sequence.num_pending and sequence.num_emitted > 0
         )  # after preemption too, or seeds would shift
         sequence.draft_tokens, sequence.max_depth = self.bounds(sequence) if drafts else (0, 0)
-        while not self.cache.reserve(sequence.table, count + sequence.draft_tokens):
+        while not self.cache.reserve(sequence.table, count + self.scratch(sequence)):
             victim = self._youngest_but(plan)
             if victim is not sequence:
                 self.preempt(victim)

@@ -30,6 +30,13 @@ class BatchItem:
     blocks: Sequence[int] = ()
     parents: Sequence[int] | None = None
 
+    def after(self, count: int) -> BatchItem:
+        """Without the first `count` new tokens, which are in the cache already (of a chain, when not all remain)."""
+        if count == 0:
+            return self
+        assert self.parents is None or count == len(self.token_ids), "only a chain can be run in parts"
+        return BatchItem(self.token_ids[count:], self.context_len + count, self.blocks)
+
     def ancestry(self) -> tuple[np.ndarray, np.ndarray]:
         """([new] depth of each new token, [new, new] whether row's token sees column's: itself and its ancestors)."""
         new = len(self.token_ids)

@@ -195,6 +195,12 @@ class PagedKVCache:
         an accepted branch). They are moved together where they are not contiguous, in one copy over all layers and
         tables; blocks behind them are given back.
         """
+        self.keep(kept)
+        for table, _ in kept:
+            self._trim(table)
+
+    def keep(self, kept: Sequence[tuple[CacheTable, Sequence[int]]]) -> None:
+        """`commit` without giving blocks back: for a drafter that works in a sequence's reserved room."""
         source: list[int] = []
         target: list[int] = []
         for table, offsets in kept:
@@ -208,7 +214,6 @@ class PagedKVCache:
             self.data.index_copy_(2, torch.tensor(target, device=device), moved)
         for table, offsets in kept:
             table.length += len(offsets)
-            self._trim(table)
 
     def index_full_blocks(self, table: CacheTable, token_ids: Sequence[int]) -> None:
         """Make a table's full committed blocks findable for sequences with the same beginning and namespace."""

@@ -28,7 +28,9 @@ class TokenTree:
     probs: for a chain that was sampled, the processed distribution each drafted token was drawn from (node i at i - 1);
         None for a proposal without distributions (retrieval).
     sources: a short label per node saying where it came from, e.g. "ngram"; the root's is ignored. Empty: unlabelled.
-    hidden: [nodes, hidden] residual stream of the nodes after `depth` layers, when the drafter has run them already.
+    hidden: [rows, hidden] residual stream after the first `depth` layers of the target, where the drafter has run
+        them already: of the `num_before` committed tokens that were pending before the root, the root, and as many
+        nodes as it has run, in order. Their keys and values lie in the sequence's slots. A chain only.
 
     Raises ValueError for a malformed tree, for siblings with the same token (which would be the same continuation
     twice) and for a branching tree with distributions, which none of the papers defines.
@@ -40,6 +42,7 @@ class TokenTree:
     sources: Sequence[str] = ()
     hidden: Tensor | None = None
     depth: int = 0
+    num_before: int = 0
     children: tuple[dict[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,6 +59,8 @@ class TokenTree:
         object.__setattr__(self, "children", children)
         if self.probs is not None and not (self.is_chain and len(self.probs) == self.num_drafted):
             raise ValueError("probs need a chain and one distribution per drafted token")
+        if self.hidden is not None and not (self.is_chain and self.num_before < self.num_run <= self.num_before + len(self)):
+            raise ValueError("hidden needs a chain, and rows for what was pending, the root and at most all nodes")
 
     @classmethod
     def root(cls, token_id: int) -> TokenTree:
@@ -71,6 +76,11 @@ class TokenTree:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_run(self) -> int:
+        """New tokens of the sequence, pending ones included, that have been through `depth` layers."""
+        return 0 if self.hidden is None else self.hidden.shape[0]
 
     @property
     def num_drafted(self) -> int:
@@ -110,6 +120,7 @@ class TokenTree:
             [-1, *(index[self.parents[node]] for node in keep[1:])],
             None if self.probs is None else self.probs[: len(keep) - 1],
             [self.sources[node] for node in keep] if self.sources else (),
-            None if self.hidden is None else self.hidden[keep],
+            None if self.hidden is None else self.hidden[: self.num_before + len(keep)],
             self.depth,
+            self.num_before,
         )

@@ -62,7 +62,7 @@ class TableLM(LayeredModel):
 
     num_layers = property(lambda self: self._num_layers)
     vocab_size = property(lambda self: self.table.shape[-1])
-    hidden_size = property(lambda self: 2)
+    hidden_size = property(lambda self: 3)
     max_positions = property(lambda self: self._max_positions)
     num_kv_heads = property(lambda self: 1)
     head_dim = property(lambda self: 2)
@@ -70,20 +70,29 @@ class TableLM(LayeredModel):
     dtype = property(lambda self: torch.float64)
 
     def embed(self, batch):
-        return torch.stack((batch.token_ids.double(), batch.positions.double()), dim=1)
+        return torch.stack((batch.token_ids.double(), batch.positions.double(), -batch.positions.double()), dim=1)
 
     def run(self, hidden, batch, cache, start, stop):
         for layer in range(start, stop):
-            keys = hidden.unsqueeze(1)
+            keys = hidden[:, None, :2]
             if cache is not None:
                 keys, _ = cache.layer(layer)
-                keys.index_copy_(0, batch.slot_mapping, hidden.unsqueeze(1))
-            before = _token_before(hidden, batch, keys)
-        return torch.stack((hidden[:, 0], before), dim=1)
+                keys.index_copy_(0, batch.slot_mapping, hidden[:, None, :2])
+            hidden = torch.cat((hidden[:, :2], _token_before(hidden, batch, keys)[:, None]), dim=1)
+        return hidden
 
     def logits(self, hidden):
-        token, before = hidden[:, 0].long(), hidden[:, 1].long()
-        return self.table[token] if self.table.ndim == 2 else self.table[before, token]
+        return self.exit(self.table)(hidden)
+
+    @staticmethod
+    def exit(table):
+        """An exit head that looks another table up; hidden is (token, position, token before)."""
+
+        def logits(hidden):
+            token, before = hidden[:, 0].long(), hidden[:, 2].long()
+            return table[token] if table.ndim == 2 else table[before, token]
+
+        return logits
 
 
 def _token_before(hidden, batch, keys):

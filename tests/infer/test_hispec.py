@@ -1,0 +1,116 @@
+"""Self-speculation reuses what it has run, accepts what it must, and hands on the distribution that keeps it exact."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import scipy.stats
+import torch
+from speclight.infer.early_exit import EarlyExitDrafter
+from speclight.infer.engine import Engine
+from speclight.infer.hierarchical import HierarchicalDrafter
+from speclight.infer.logitspec import LogitSpecDrafter
+from speclight.infer.request import GenerationParams
+from support import TableLM, random_table, tiny_lm
+
+PROMPT = [5, 9, 3, 5, 9, 3, 5, 9]
+
+
+def engine_with(drafter, model=None, **options) -> Engine:
+    model = model or tiny_lm()
+    return Engine(model, drafters=[drafter], default_method=drafter.name, strict=True, num_blocks=200, **options)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_no_token_passes_a_layer_twice_in_one_try(batch, block_size):
+    """Counts every (text, position, token, layer) that the model runs within a step, verification included."""
+    drafter = HierarchicalDrafter(EarlyExitDrafter(1, num_tokens=2), 2, window=4)
+    model = tiny_lm()
+    engine = engine_with(drafter, model, block_size=block_size)
+    ran: Counter = Counter()
+    run = model.run
+
+    def counting(hidden, batch, cache, start, stop):
+        for slot, position, token in zip(
+            batch.slot_mapping.tolist(), batch.positions.tolist(), batch.token_ids.tolist(), strict=True
+        ):
+            ran.update((slot, position, token, layer) for layer in range(start, stop))
+        return run(hidden, batch, cache, start, stop)
+
+    model.run = counting
+    for index in range(batch):
+        engine.add([*PROMPT, index], GenerationParams(max_new_tokens=30, temperature=1.0, seed=index))
+    counted = 0
+    while engine.has_work:
+        ran.clear()
+        engine.step()
+        counted += sum(ran.values())
+        assert max(ran.values(), default=1) == 1
+    assert counted == engine.stats.layer_tokens + drafter.layer_tokens + drafter.inner.layer_tokens
+
+
+def test_a_draft_from_the_last_layer_is_accepted_to_the_end():
+    """Exit layer = last layer: acceptance must be 100 % in the last steps as in the first, and so for the hierarchy."""
+    for drafter, length in (
+        (EarlyExitDrafter(4, num_tokens=4), 5),
+        (HierarchicalDrafter(EarlyExitDrafter(4, num_tokens=3), 4, window=4), 5),
+    ):
+        engine = engine_with(drafter)
+        engine.add(PROMPT, GenerationParams(max_new_tokens=401))
+        emitted = []
+        while engine.has_work:
+            emitted += [len(chunk.token_ids) for chunk in engine.step()]
+        assert emitted[0] == 1 and set(emitted[1:-1]) == {length}, drafter.name
+
+
+def test_handing_the_drafts_own_q_to_the_last_stage_is_found():
+    """PAPERS 1.3: stage two must use p_i. With q_d instead the chi-square over first tokens must fail, and clearly."""
+
+    class Wrong(HierarchicalDrafter):
+        def _verify(self, window, tree, rows):
+            verdict = super()._verify(window, tree, rows)
+            for i in range(verdict.num_accepted):
+                window.probs[i - verdict.num_accepted - 1] = tree.probs[i]
+            return verdict
+
+    table, runs = random_table(4, seed=3), 1500
+    heads = [TableLM.exit(random_table(4, seed=seed)) for seed in (8, 9)]
+    values = {}
+    for kind in (HierarchicalDrafter, Wrong):
+        drafter = kind(EarlyExitDrafter(1, 2, head=heads[0]), 2, 2, head=heads[1])
+        engine = engine_with(drafter, TableLM(table, num_layers=3))
+        params = [GenerationParams(max_new_tokens=4, temperature=1.0, seed=run) for run in range(runs)]
+        counts = Counter((r.token_ids[0], r.token_ids[1]) for r in engine.generate([[2]] * runs, params))
+        first, then = torch.softmax(table[2], -1), torch.softmax(table, -1)
+        law = {(a, b): float(first[a] * then[a, b]) for a in range(4) for b in range(4)}
+        common = [pair for pair, chance in law.items() if chance * runs >= 5]
+        seen = [counts[pair] for pair in common]
+        wanted = [law[pair] * runs for pair in common]
+        values[kind] = scipy.stats.chisquare([*seen, runs - sum(seen)], [*wanted, runs - sum(wanted)]).pvalue
+    assert values[HierarchicalDrafter] > 1e-4 and values[Wrong] < 1e-6
+
+
+@pytest.mark.parametrize("make", [EarlyExitDrafter, lambda layer: HierarchicalDrafter(EarlyExitDrafter(1), layer)])
+@pytest.mark.parametrize("layer", [0, 5])
+def test_an_exit_layer_the_model_lacks_is_refused(make, layer):
+    with pytest.raises(ValueError, match=rf"exit_layer.*\[1, 4\].*{layer}"):
+        engine_with(make(layer))
+
+
+@pytest.mark.parametrize("drafter", ["early-exit", "hispec", "hispec+logitspec"])
+def test_an_end_of_sequence_inside_the_window_ends_the_text(drafter):
+    plain = engine_with(EarlyExitDrafter(1)).generate([PROMPT], GenerationParams(method="ar", max_new_tokens=40))[0]
+    text = plain.token_ids
+    first = next(i for i, token in enumerate(text) if i >= 2 and token not in text[:i])
+    one = {
+        "early-exit": EarlyExitDrafter(4, 6),
+        "hispec": HierarchicalDrafter(EarlyExitDrafter(4, 3), 4, window=6),
+        "hispec+logitspec": HierarchicalDrafter(LogitSpecDrafter(k=8, capacity=8), 4, window=6),
+    }[drafter]
+    engine = engine_with(one)
+    params = GenerationParams(max_new_tokens=40, stop_token_ids=(text[first],))
+    (result,) = engine.generate([PROMPT], params)
+    assert result.token_ids == text[: first + 1] and result.finish_reason == "stop"
+    assert engine.cache.allocator.num_in_use == 0
