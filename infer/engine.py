@@ -287,7 +287,7 @@ class Engine:
             sequence.stats.draft_failures += 1
 
     def _run(self, batch: RaggedBatch, steps: list[_Step]) -> tuple[list[Tensor], int]:
-        """Per step the logits [nodes, vocab] of its proposal, root first (empty in mid-prefill); and the layer-tokens run.
+        """Per step the logits [nodes, vocab] of its proposal, root first (mid-prefill: none); and the layer-tokens run.
 
         Tokens that a drafter has run through the first layers join where it stopped: each token passes each layer once.
         """
@@ -305,9 +305,7 @@ class Engine:
             layer_tokens += part.num_tokens * (last - first)
         return self._logits(hidden, batch, steps), layer_tokens
 
-    def _rows_at(
-        self, layer: int, batch: RaggedBatch, steps: list[_Step]
-    ) -> tuple[Tensor | None, RaggedBatch | None]:
+    def _rows_at(self, layer: int, batch: RaggedBatch, steps: list[_Step]) -> tuple[Tensor | None, RaggedBatch | None]:
         """The tokens that run at this layer: their rows and their batch; (None, the whole batch) when all do."""
         skips = [0 if step.tree is None or step.tree.depth <= layer else step.tree.num_run for step in steps]
         if not any(skips):

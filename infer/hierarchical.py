@@ -1,9 +1,9 @@
 """HiSpec: an intermediate layer verifies drafts and proposes its own chain to the full model (arXiv 2510.01336).
 
-A drafter that wraps a drafter. In rounds, the inner one proposes, layers up to L_i run what it did not, and the acceptance
-rule verifies against the intermediate's distribution p_i. Every token that comes out, accepted or drawn from the residual,
-is distributed as p_i given its prefix, so the chain is handed on with p_i, never with the inner draft's q: that is
-what keeps the last stage exact (PAPERS.md 1.3).
+A drafter that wraps a drafter. In rounds, the inner one proposes, layers up to L_i run what it did not, and the
+acceptance rule verifies against the intermediate's distribution p_i. Every token that comes out, accepted or drawn from
+the residual, is distributed as p_i given its prefix, so the chain is handed on with p_i, never with the inner draft's
+q: that is what keeps the last stage exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class _Window:
     """One sequence's tentative tokens V.
 
     goal: tokens after which the window is handed on; cap: tokens it may never exceed.
-    shadow: the sequence as the inner drafter sees it: V at the end of its text, its table counting what layers up to L_i
+    shadow: the sequence as the inner drafter sees it: V at the end of its text, its table counting what layers up to
+        L_i
         have run. hidden: rows after L_i, in order. probs: p_i of each token of V.
     """
 
@@ -55,8 +56,8 @@ class HierarchicalDrafter(Drafter):
     """Proposes windows of at least `window` tokens (N_i) that layer `exit_layer` (L_i) stands behind.
 
     inner: where its drafts come from, at or below that layer: an EarlyExitDrafter for HiSpec, or a lookup.
-    inner_tokens: size of the inner proposals, None takes the inner drafter's own. head: the exit head at L_i; None takes
-    the model's final norm and unembedding.
+    inner_tokens: size of the inner proposals, None takes the inner drafter's own. head: the exit head at L_i; None
+    takes the model's final norm and unembedding.
 
     Raises ValueError, when it is given to an engine, for an exit layer that the model does not have.
     """

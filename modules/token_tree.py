@@ -59,7 +59,9 @@ class TokenTree:
         object.__setattr__(self, "children", children)
         if self.probs is not None and not (self.is_chain and len(self.probs) == self.num_drafted):
             raise ValueError("probs need a chain and one distribution per drafted token")
-        if self.hidden is not None and not (self.is_chain and self.num_before < self.num_run <= self.num_before + len(self)):
+        if self.hidden is not None and not (
+            self.is_chain and self.num_before < self.num_run <= self.num_before + len(self)
+        ):
             raise ValueError("hidden needs a chain, and rows for what was pending, the root and at most all nodes")
 
     @classmethod

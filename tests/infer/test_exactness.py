@@ -233,7 +233,12 @@ def test_sampled_texts_have_the_targets_law(name, batch, block_size, num_blocks)
     one = table_drafter(name)
     options = {"max_num_seqs": batch, "block_size": block_size, "num_blocks": num_blocks}
     engine = Engine(
-        TableLM(table, num_layers=3), drafters=[one], default_method=one.name, strict=True, prefix_caching=False, **options
+        TableLM(table, num_layers=3),
+        drafters=[one],
+        default_method=one.name,
+        strict=True,
+        prefix_caching=False,
+        **options,
     )
     prompt = [2, 1, 2, 1]
     params = [GenerationParams(max_new_tokens=4, temperature=1.0, seed=1000 + run) for run in range(runs)]

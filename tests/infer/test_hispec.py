@@ -66,7 +66,7 @@ def test_a_draft_from_the_last_layer_is_accepted_to_the_end():
 
 
 def test_handing_the_drafts_own_q_to_the_last_stage_is_found():
-    """PAPERS 1.3: stage two must use p_i. With q_d instead the chi-square over first tokens must fail, and clearly."""
+    """Stage two must use p_i (HiSpec). With q_d instead the chi-square over first tokens must fail, and clearly."""
 
     class Wrong(HierarchicalDrafter):
         def _verify(self, window, tree, rows):

@@ -48,10 +48,8 @@ def reference(smollm2, prompts) -> list[list[int]]:
 def test_greedy_ids_equal_transformers_generate(engine, prompts, reference, method, batched):
     """Fails at any difference but a near-tie (gap under 1e-4, float32 rounding)."""
     params = GenerationParams(method=method, max_new_tokens=NEW_TOKENS)
-    if batched:
-        results = engine.generate(prompts, params)
-    else:
-        results = [engine.generate([ids], params)[0] for ids in prompts]
+    runs = [prompts] if batched else [[ids] for ids in prompts]
+    results = [result for run in runs for result in engine.generate(run, params)]
     for ids, result, theirs in zip(prompts, results, reference, strict=True):
         at = first_difference(result.token_ids, theirs)
         if at is not None:
