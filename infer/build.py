@@ -123,8 +123,7 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
         check_method(method)
     resolve_dtype(options.dtype)
     resolve_device(options.device)
-    if options.threads is not None and options.threads < 1:
-        raise ValueError(f"threads must be at least 1, got {options.threads}")
+    _check_numbers(options)
     if "draft-model" in methods and options.draft_model is None:
         raise ValueError("method draft-model needs --draft-model, a smaller model with the same tokenizer")
     template = None if options.chat_template is None else Path(options.chat_template).read_text(encoding="utf-8")
@@ -136,6 +135,23 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     if template is not None:
         tokenizer.chat_template = template
     return Prepared(options, tuple(dict.fromkeys(methods)), source, tokenizer, draft_source)
+
+
+def _check_numbers(options: EngineOptions) -> None:
+    """What the engine and the drafters would refuse themselves, but only once the weights are there."""
+    from .logitspec import LogitSpecDrafter
+    from .prompt_lookup import PromptLookupDrafter
+
+    for name in ("threads", "block_size", "max_num_seqs", "max_batch_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if options.kv_memory is not None and not options.kv_memory > 0:
+        raise ValueError(f"kv_memory must be above 0 GiB, got {options.kv_memory}")
+    if options.draft_temperature is not None and not 0 <= options.draft_temperature <= 1e6:
+        raise ValueError(f"draft_temperature must be from 0 (greedy) to 1e6, got {options.draft_temperature}")
+    LogitSpecDrafter(**{name: value for name, value in asdict(options.logitspec).items() if value is not None})
+    PromptLookupDrafter(**asdict(options.prompt_lookup))
 
 
 def build_engine(prepared: Prepared) -> Engine:

@@ -31,7 +31,8 @@ USAGE = "usage: speclight [--help | --version] [--traceback] COMMAND [--help] [-
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: its own, 2 for a user's mistake, 130 when interrupted."""
+    """Run a command; returns the exit status: its own, 2 for a user's mistake, 130 when interrupted,
+    1 for anything unforeseen."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["--traceback"]:
         return _run(arguments[1:])
@@ -44,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except ValueError as error:
         return _fail(str(error))
+    except MemoryError as error:
+        return _fail(f"out of memory: {error}")
+    except Exception as error:  # a fault of ours, or of a library on input that nobody foresaw
+        _fail(f"{type(error).__name__}: {error} (`speclight --traceback COMMAND ...` shows where)")
+        return 1
     except KeyboardInterrupt:
         sys.stdout.flush()
         print("speclight: interrupted", file=sys.stderr)

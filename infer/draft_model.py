@@ -159,9 +159,10 @@ class DraftModelDrafter(Drafter):
         for chain, part in zip(chains, parts, strict=True):
             table = chain.state.table
             items.append(BatchItem(part, table.length + len(chain.state.ahead), table.blocks))
-            chain.state.ahead.extend(part)
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
         hidden = self.model.run(self.model.embed(batch), batch, self.cache, 0, self.model.num_layers)
+        for chain, part in zip(chains, parts, strict=True):  # only now: what failed to run must not count as cached
+            chain.state.ahead.extend(part)
         ends = torch.tensor(batch.cu_seqlens[1:], device=hidden.device) - 1
         return list(self.model.logits(hidden.index_select(0, ends))[:, : self.vocab_size])
 

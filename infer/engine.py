@@ -16,9 +16,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from ..modules.acceptance import Distribution, Verdict, verify
@@ -36,6 +38,13 @@ from .target import Exact, TargetRule
 from .text import TextStream, cut_block
 
 logger = logging.getLogger(__name__)
+
+MAX_DRAFT_TOKENS = 1024
+"""Largest proposal a request may ask for: room for all of it is reserved, at the cost of younger requests."""
+
+
+class _Ended(Exception):
+    """A verified path has reached a token that ends the text: nothing after it is asked for."""
 
 
 @dataclass
@@ -115,7 +124,8 @@ class Engine:
         self._full: list[Sequence] = []  # waiting texts that may not grow
         self._live: Counter[str] = Counter()  # texts of each request that have not ended
         self._sequence_ids, self._request_ids = itertools.count(), itertools.count()
-        self._undelivered: list[StreamChunk] = []
+        self._undelivered: list[StreamChunk] = []  # of requests that no stream waits for
+        self._streamed: dict[str, list[StreamChunk]] = {}  # per request of an open stream
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -126,9 +136,13 @@ class Engine:
         prompt_ids = self.encode(prompt)
         if params.stop:
             self._need_tokenizer("stop")
+        if (params.draft_tokens or 0) > MAX_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens must be at most {MAX_DRAFT_TOKENS}, got {params.draft_tokens}")
         for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             self._check_ids(name, token_ids)
-        request_id = request_id if request_id is not None else f"request-{next(self._request_ids)}"
+        if request_id is None:
+            names = (f"request-{number}" for number in self._request_ids)
+            request_id = next(name for name in names if name not in self._live)
         if request_id in self._live:
             raise ValueError(f"request_id {request_id!r} is already running")
         for index in range(params.n):
@@ -174,25 +188,30 @@ class Engine:
         their chunks come out of the next `step`.
         """
         each: list[Prompt] = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        if not (params is None or isinstance(params, GenerationParams | list | tuple)):
+            raise ValueError(f"params must be GenerationParams, or a list with one for each prompt, got {params!r}")
         one = params if params is None or isinstance(params, GenerationParams) else None
         many = list(params) if isinstance(params, list | tuple) else [one] * len(each)
         if len(many) != len(each):
             raise ValueError(f"params must be one or as many as prompts ({len(each)}), got {len(many)}")
         mine = request_ids if request_ids is not None else []
-        others: list[StreamChunk] = []
         try:
             for prompt, one in zip(each, many, strict=True):
                 mine.append(self.add(prompt, one))
-            open_ids = set(mine)
-            while open_ids & self._live.keys():
-                for chunk in self.step():
-                    if chunk.request_id in open_ids:
-                        yield chunk
-                    else:
-                        others.append(chunk)
+                self._streamed[mine[-1]] = []
+            while True:
+                ready = [chunk for request_id in mine for chunk in self._streamed[request_id]]
+                for request_id in mine:
+                    self._streamed[request_id].clear()
+                yield from ready
+                if not ready and not self._live.keys() & set(mine):
+                    return
+                if not ready:
+                    self._undelivered += self._advance()
         finally:
             self._cancel(set(mine))
-            self._undelivered.extend(others)
+            for request_id in mine:
+                self._streamed.pop(request_id, None)
 
     def reset(self) -> None:
         """Forget what was learned and cached from finished requests; a used engine then behaves as a fresh one."""
@@ -205,10 +224,10 @@ class Engine:
         """Token ids of a prompt: text, ids, or chat messages. Raises ValueError when it is empty or too long."""
         if isinstance(prompt, str):
             token_ids = list(self._need_tokenizer("a text prompt")(prompt).input_ids)
-        elif prompt and isinstance(prompt[0], dict):
-            token_ids = self._encode_messages(prompt)  # type: ignore[arg-type]
+        elif isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
+            token_ids = self._encode_messages(prompt)
         else:
-            token_ids = [int(token_id) for token_id in prompt]  # type: ignore[arg-type]
+            token_ids = _as_ids(prompt)
         if not token_ids:
             raise ValueError("prompt must hold at least one token, got none")
         self._check_ids("prompt", token_ids)
@@ -218,12 +237,26 @@ class Engine:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
-        """One pass over all running sequences; returns the text that became certain and the texts that ended."""
-        chunks, self._undelivered = self._undelivered, []
+        """One pass over all running sequences; returns the text that became certain and the texts that ended.
+
+        What belongs to an open `stream` comes out there instead.
+        """
+        new = self._advance()
+        chunks, self._undelivered = [*self._undelivered, *new], []
+        return chunks
+
+    def _advance(self) -> list[StreamChunk]:
+        """One pass; puts what open streams wait for into their boxes and returns the rest."""
+        rest: list[StreamChunk] = []
+        for chunk in self._pass():
+            self._streamed.get(chunk.request_id, rest).append(chunk)
+        return rest
+
+    @torch.inference_mode()
+    def _pass(self) -> list[StreamChunk]:
         started = time.perf_counter()
-        chunks += self._finish_without_running()
+        chunks = self._finish_without_running()
         plan = self.scheduler.schedule()
         if not plan:
             return chunks
@@ -338,22 +371,29 @@ class Engine:
         sequence, tree = step.scheduled.sequence, step.tree
         if tree is None:
             return None
-        pipeline = self._decoding[sequence.sequence_id].pipeline
-        prefix = list(sequence.token_ids)
+        decoding = self._decoding[sequence.sequence_id]
+        prefix, visited = list(sequence.token_ids), []
 
         def target(node: int) -> Distribution:
+            visited.append(node)
             if node > 0:
                 prefix.append(tree.token_ids[node])
+                if prefix[-1] in decoding.stop_ids:
+                    raise _Ended
             child = next(iter(tree.children[node].values()), None) if tree.probs is not None else None
             q = None if child is None or tree.probs is None else tree.probs[child - 1]
-            return self.target_rule(pipeline(rows[node], prefix), q)
+            return self.target_rule(decoding.pipeline(rows[node], prefix), q)
 
         try:
             return verify(tree, target, sequence.generator)
+        except _Ended:
+            pass
         except Exception as error:  # a user's logits processor, or logits without a distribution: its neighbours go on
-            logger.warning("%s ends in error", sequence.request_id, exc_info=error)
-            sequence.finish_reason, sequence.error = "error", f"{type(error).__name__}: {error}"
-            return None
+            sequence.error = f"{type(error).__name__}: {error}"
+            if len(visited) == 1:
+                sequence.finish_reason = "error"
+                return None
+        return Verdict(visited, tree.token_ids[visited[-1]], corrected=False)  # what follows the path is not emitted
 
     def _observe(self, steps: list[_Step], verdicts: list[Verdict | None], logits: list[Tensor]) -> None:
         groups: dict[str, list[Observation]] = defaultdict(list)
@@ -372,7 +412,7 @@ class Engine:
         """Make the pass permanent: cache, token ids, statistics, text. Returns what can be shown."""
         kept: list[tuple[CacheTable, list[int]]] = []
         emitted: list[tuple[Sequence, str, list[int]]] = [
-            (step.scheduled.sequence, "", []) for step in steps if step.scheduled.sequence.error is not None
+            (step.scheduled.sequence, "", []) for step in steps if step.scheduled.sequence.finish_reason == "error"
         ]
         for step, verdict, rows in zip(steps, verdicts, logits, strict=True):
             sequence, count = step.scheduled.sequence, step.scheduled.num_tokens
@@ -397,9 +437,14 @@ class Engine:
         sequence, tree = step.scheduled.sequence, step.tree
         assert tree is not None
         decoding, params = self._decoding[sequence.sequence_id], sequence.params
-        block = [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.next_token]
+        block = [tree.token_ids[node] for node in verdict.path[1:]]
+        block += [verdict.next_token] if sequence.error is None else []
         room = min(params.max_new_tokens - sequence.num_emitted, self.max_length - len(sequence.token_ids))
         token_ids, text, sequence.finish_reason = cut_block(block, decoding.stop_ids, room, decoding.text)
+        if sequence.error is not None and sequence.finish_reason is None:
+            sequence.finish_reason = "error"
+        elif sequence.finish_reason is not None:
+            sequence.error = None  # the text had ended before what went wrong behind it
         if sequence.num_emitted == 0:
             sequence.stats.seconds_to_first_token = time.perf_counter() - sequence.arrived
         sequence.token_ids.extend(token_ids)
@@ -529,13 +574,28 @@ class Engine:
             raise ValueError(
                 "messages need a chat template and this tokenizer has none; set --chat-template or use prompt"
             )
-        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        try:
+            encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
         return list(encoded["input_ids"])
+
+
+def _as_ids(prompt: Any) -> list[int]:
+    """Token ids from a list, tuple or array of integers. Raises ValueError for anything else."""
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(values, list | tuple) or any(isinstance(v, bool) or not isinstance(v, Integral) for v in values):
+        raise ValueError(f"prompt must be a text, token ids or messages, got {prompt!r:.80}")
+    return [int(value) for value in values]
 
 
 def _is_single(prompts: Any) -> bool:
     """Whether this is one prompt (a text, ids, messages) rather than a list of them."""
-    return isinstance(prompts, str) or bool(len(prompts) and isinstance(prompts[0], (int, dict)))
+    if isinstance(prompts, str) or getattr(prompts, "ndim", None) == 1:
+        return True
+    if not isinstance(prompts, list | tuple) and not hasattr(prompts, "ndim"):
+        raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}")
+    return bool(len(prompts)) and isinstance(prompts[0], Integral | dict)
 
 
 def _origins(tree: TokenTree, verdict: Verdict, drafter: str) -> list[TokenOrigin]:

@@ -8,6 +8,7 @@ A sidecar file records the settings, so that results of different settings canno
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from .build import check_method, did_you_mean
 from .request import Completion, GenerationParams, Prompt, StreamChunk
@@ -182,6 +183,8 @@ class Results:
         self, path: str | Path, jobs: Sequence[Job], settings: Mapping[str, Any], overwrite: bool = False
     ) -> None:
         self.path, self.jobs = Path(path).resolve(), jobs
+        if self.path.exists():
+            _lock(self.path.open("ab"), self.path).close()  # refuses while another run has it
         self.sidecar = self.path.with_name(self.path.name + ".meta.json")
         if overwrite:
             self.path.unlink(missing_ok=True)
@@ -192,7 +195,7 @@ class Results:
         torn = {job.key for job in self.missing}
         self._replace(self.path, b"".join(_encode(row) for row in rows if row["id"] not in torn))
         self._replace(self.sidecar, (json.dumps(settings, indent=2) + "\n").encode())
-        self._file = self.path.open("ab")
+        self._file = _lock(self.path.open("ab"), self.path)
 
     def write(self, job: Job, completions: Iterable[Completion]) -> None:
         """Append all texts of one job."""
@@ -243,6 +246,16 @@ class Results:
         partial = path.with_name(path.name + ".partial")
         partial.write_bytes(content)
         os.replace(partial, path)
+
+
+def _lock(file: BinaryIO, path: Path) -> BinaryIO:
+    """Hold the file until it is closed. Raises ValueError when another run does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"{path} is being written by another run; wait for it, or use another --output") from None
+    return file
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:

@@ -30,7 +30,7 @@ class Question:
 
 def read_questions(path: str | Path) -> list[Question]:
     """All rows, sorted by question_id. Raises ValueError naming the line and field of the first that is not valid."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: U+2028 may stand in a text
     questions = [_read_question(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     repeated = [question_id for question_id, count in Counter(q.question_id for q in questions).items() if count > 1]
     if repeated:

@@ -182,6 +182,7 @@ def _make_group(
     query_at, key_at = np.zeros((seqs, queries), dtype=np.int64), np.zeros((seqs, width), dtype=np.int64)
     for row, i in enumerate(members):
         new, context, (depths, sees) = lengths[row], items[i].context_len, ancestry[i]
+        slots[row] = keys[i][-1]  # padding reads a slot of its own: even masked, another text's NaN would spread
         slots[row, : context + new] = keys[i]
         rows[row, :new] = np.arange(starts[i], starts[i] + new)
         visible[row, :new, :context] = True

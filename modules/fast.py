@@ -63,6 +63,14 @@ class FastNorm(nn.Module):
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
+def fast_norm(module: Any) -> Any:
+    """The module's fast form if it is an RMS norm that has one; Gemma's 1 + weight needs more than 16 bits."""
+    name = type(module).__name__
+    if not name.endswith("RMSNorm") or (name.startswith("Gemma") and module.weight.dtype.itemsize < 4):
+        return module
+    return FastNorm(module)
+
+
 class FastMLP(nn.Module):
     """down(act(gate(x)) * up(x)) with one product for gate and up."""
 
@@ -89,8 +97,8 @@ class FastAttention(nn.Module):
         self.softcap = getattr(attention, "attn_logit_softcapping", None)
         self.qkv = FastLinear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output = FastLinear([attention.o_proj])
-        self.q_norm = FastNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.k_norm = FastNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.q_norm = fast_norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.k_norm = fast_norm(attention.k_norm) if hasattr(attention, "k_norm") else None
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any, **_: Any
@@ -144,5 +152,4 @@ def speed_up(layers: nn.ModuleList) -> None:
         if all(hasattr(getattr(layer, "mlp", None), name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             layer.mlp = FastMLP(layer.mlp)
         for name, child in layer.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
-                setattr(layer, name, FastNorm(child))
+            setattr(layer, name, fast_norm(child))

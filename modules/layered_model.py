@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .attention import paged_attention
 from .batch import RaggedBatch
-from .fast import FastLinear, FastNorm, layer_window, signed_halves, speed_up
+from .fast import FastLinear, fast_norm, layer_window, signed_halves, speed_up
 from .kv_cache import PagedKVCache
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "opt")
@@ -37,6 +37,9 @@ def check_supported(config: Any) -> None:
         raise ValueError(f"layerdrop must be 0 for layer-wise execution, got {config.layerdrop}")
     if getattr(config, "use_bidirectional_attention", None):
         raise ValueError("use_bidirectional_attention must be off: only causal models can be decoded")
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if any(isinstance(kind, dict) and kind.get("rope_type") == "longrope" for kind in (rope, *rope.values())):
+        raise ValueError("rope_type 'longrope' is not supported: its factors depend on what else is in the pass")
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
@@ -117,7 +120,7 @@ class LayeredModel(nn.Module):
             self.requires_grad_(False).eval()
             speed_up(decoder.layers)
             self.head = FastLinear([self.head])
-            self.norm = FastNorm(self.norm) if type(self.norm).__name__.endswith("RMSNorm") else self.norm
+            self.norm = fast_norm(self.norm)
 
     @property
     def num_layers(self) -> int:

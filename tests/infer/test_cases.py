@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import pytest
 import scipy.stats
@@ -471,3 +471,97 @@ def test_a_processor_that_raises_ends_its_own_request_only():
     assert failed.finish_reason == "error" and "no such rule" in failed.error and len(failed.token_ids) == 4
     assert fine.finish_reason == "length" and fine.token_ids == known_text(PROMPT)[:10]
     assert engine.cache.allocator.num_in_use == 0
+
+
+@pytest.mark.parametrize("stops", [{"stop_token_ids": True}, {}], ids=["stop token", "cap"])
+def test_nothing_after_the_end_of_a_text_is_asked_for(stops):
+    """A grammar that raises beyond its end must not turn a finished text into an error because drafts went further."""
+    text = known_text(PROMPT)
+    first = next(i for i, token in enumerate(text) if i >= 2 and token not in text[:i])
+
+    def grammar(input_ids, scores):
+        if input_ids.shape[1] > len(PROMPT) + first:
+            raise RuntimeError("the grammar has ended")
+        return scores
+
+    limits = {"stop_token_ids": (text[first],)} if stops else {"max_new_tokens": first + 1}
+    params = GenerationParams(method="script", logits_processors=(grammar,), **limits)
+    (result,) = engine_with(script=follow(text)).generate([PROMPT], params)
+    assert result.token_ids == text[: first + 1] and result.error is None
+    assert result.finish_reason == ("stop" if stops else "length")
+
+
+def test_what_was_accepted_before_a_processor_raised_is_kept():
+    text = known_text(PROMPT)
+
+    def broken(input_ids, scores):
+        if input_ids.shape[1] == len(PROMPT) + 4:
+            raise KeyError("no such rule")
+        return scores
+
+    params = {"logits_processors": (broken,), "max_new_tokens": 10}
+    for method in ("ar", "script"):
+        (result,) = engine_with(script=follow(text)).generate([PROMPT], GenerationParams(method=method, **params))
+        assert result.token_ids == text[:4] and result.finish_reason == "error", method
+
+
+def test_a_text_with_nan_does_not_spread():
+    """Padding must not read another text's slots: a masked NaN is still NaN."""
+    model = tiny_lm()
+    model.decoder.embed_tokens.weight.data[50] = float("nan")
+    engine = engine_with(model)
+    prompts = [[50, *[6] * 40], [9, 10] * 15, [5, 6, 7], [8] * 40]
+    for batch in (prompts, prompts[:1], prompts[1:], prompts[2:]):
+        for prompt, result in zip(batch, engine.generate(batch, GenerationParams(max_new_tokens=8)), strict=True):
+            assert result.finish_reason == ("error" if 50 in prompt else "length")
+
+
+def test_streams_side_by_side_lose_nothing():
+    engine = engine_with()
+    params = GenerationParams(max_new_tokens=8)
+    streams = [engine.stream([PROMPT], params), engine.stream([[9, 10]], params)]
+    seen: list[list[int]] = [[], []]
+    for pair in zip_longest(*streams):
+        for ids, chunk in zip(seen, pair, strict=True):
+            ids.extend([] if chunk is None else chunk.token_ids)
+    assert seen == [known_text(PROMPT)[:8], known_text([9, 10])[:8]] and not engine.has_work
+    nested = []
+    for chunk in engine.stream([PROMPT], params):
+        nested += chunk.token_ids
+        assert engine.generate([[9, 10]], params)[0].token_ids == seen[1]
+    assert nested == seen[0] and not engine.has_work
+
+
+def test_a_failed_draft_pass_is_not_taken_for_cached():
+    """A draft that raises once goes on accepting as if it had not."""
+    draft = tiny_lm()
+    engine = Engine(tiny_lm(), drafters=[DraftModelDrafter(draft, num_tokens=4)], num_blocks=200)
+    run, calls = draft.run, []
+
+    def once(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("transient")
+        return run(*arguments)
+
+    draft.run = once
+    (result,) = engine.generate([PROMPT], GenerationParams(method="draft-model", max_new_tokens=40))
+    assert result.stats.draft_failures == 1 and result.stats.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("wrong", [[[5.7, 6.2]], [[True, False]], 7, None, {"a"}])
+def test_what_is_no_prompt_is_refused_clearly(wrong):
+    with pytest.raises(ValueError, match="prompt"):
+        engine_with().generate(wrong)
+
+
+def test_arrays_are_prompts_and_a_dict_is_no_params():
+    engine = engine_with()
+    params = GenerationParams(max_new_tokens=3)
+    expected = known_text(PROMPT)[:3]
+    assert engine.generate(torch.tensor(PROMPT), params)[0].token_ids == expected
+    assert [r.token_ids for r in engine.generate(torch.tensor([PROMPT, PROMPT]), params)] == [expected] * 2
+    with pytest.raises(ValueError, match="GenerationParams"):
+        engine.generate([PROMPT], {"max_new_tokens": 3})
+    with pytest.raises(ValueError, match="draft_tokens.*1024"):
+        engine.generate([PROMPT], GenerationParams(draft_tokens=10**9))
