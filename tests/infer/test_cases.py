@@ -563,5 +563,5 @@ def test_arrays_are_prompts_and_a_dict_is_no_params():
     assert [r.token_ids for r in engine.generate(torch.tensor([PROMPT, PROMPT]), params)] == [expected] * 2
     with pytest.raises(ValueError, match="GenerationParams"):
         engine.generate([PROMPT], {"max_new_tokens": 3})
-    with pytest.raises(ValueError, match="draft_tokens.*1024"):
+    with pytest.raises(ValueError, match=r"draft_tokens.*1024"):
         engine.generate([PROMPT], GenerationParams(draft_tokens=10**9))

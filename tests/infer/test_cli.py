@@ -377,7 +377,7 @@ def test_a_file_is_answered_with_each_rows_own_method_and_then_complete(
 def test_an_interrupt_exits_130_and_the_same_command_continues(model: str, tmp_path: Path) -> None:
     """A real process and a real signal, sent once the first results are on disk."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps({"id": i, "prompt": f"a{i}"}) + "\n" for i in range(60)))
+    source.write_text("".join(json.dumps({"id": i, "prompt": f"a{i}"}) + "\n" for i in range(200)))
     flags = ["--model", model, "--method", "ar", "--max-num-seqs", "2", "--max-new-tokens", "40", "--threads", "1"]
     command = ["generate", *flags, "--input", str(source), "--output", str(output)]
     process = subprocess.Popen(
@@ -392,10 +392,10 @@ def test_an_interrupt_exits_130_and_the_same_command_continues(model: str, tmp_p
     assert "the same command continues" in printed
     assert "Traceback" not in printed
     kept = output.read_bytes()
-    assert 0 < kept.count(b"\n") < 60
+    assert 0 < kept.count(b"\n") < 200
     assert main(command) == 0
     assert output.read_bytes().startswith(kept)
-    assert sorted(json.loads(line)["id"] for line in output.read_text().splitlines()) == list(range(60))
+    assert sorted(json.loads(line)["id"] for line in output.read_text().splitlines()) == list(range(200))
 
 
 # -- the terminal ----------------------------------------------------------------------------------------------------
