@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .build import EngineOptions, RequestOptions, build_engine, option, prepare
 
 if TYPE_CHECKING:
+    from .build import Prepared
     from .engine import Engine
     from .jobs import Job
     from .request import Completion
@@ -58,6 +59,12 @@ def _check_combination(options: GenerateOptions) -> None:
 
 def _start(options: GenerateOptions, jobs: Sequence[Job]) -> tuple[Engine, list[Job]]:
     """The engine, and the jobs with the prompts they are run with."""
+    prepared, sent = _prepared(options, jobs)
+    return build_engine(prepared), sent
+
+
+def _prepared(options: GenerateOptions, jobs: Sequence[Job]) -> tuple[Prepared, list[Job]]:
+    """All that can be checked without weights."""
     from .jobs import as_sent
 
     methods = [options.method, *(job.params.method for job in jobs if job.params.method is not None)]
@@ -70,7 +77,7 @@ def _start(options: GenerateOptions, jobs: Sequence[Job]) -> tuple[Engine, list[
             f"{needy.where} is a chat, but the tokenizer of {options.model} has no chat template; "
             "give one with --chat-template FILE, or use a raw prompt without --chat"
         )
-    return build_engine(prepared), sent
+    return prepared, sent
 
 
 def _generate_one(options: GenerateOptions) -> None:
@@ -124,6 +131,8 @@ def _generate_file(options: GenerateOptions) -> None:
     assert options.input is not None
     assert options.output is not None
     jobs = read_jobs(options.input, options.params())
+    if options.overwrite:
+        _prepared(options, jobs)  # refuses what it can before results of an earlier run are gone
     results = Results(options.output, jobs, _settings(options), options.overwrite)
     try:
         if results.missing:

@@ -445,3 +445,14 @@ def test_the_summary_counts_all_texts() -> None:
     stats = SequenceStats(emitted_tokens=6, target_passes=2, drafted=8, accepted=4, seconds=2.0)
     done = Completion("r", 0, [], [], "", "stop", stats)
     assert summary([done, done]) == ("12 tokens in 2.0 s (6.0/s), 3.00 per pass of the model, 8 of 16 drafted accepted")
+
+
+def test_overwrite_keeps_the_old_results_when_the_run_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    output.write_text("precious\n")
+    files = ["--input", str(source), "--output", str(output), "--overwrite"]
+    refused(capsys, "generate", "--model", str(tmp_path / "missing"), *files)
+    assert output.read_text() == "precious\n"
