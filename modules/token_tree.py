@@ -30,7 +30,7 @@ class TokenTree:
     sources: a short label per node saying where it came from, e.g. "ngram"; the root's is ignored. Empty: unlabelled.
     hidden: [rows, hidden] residual stream after the first `depth` layers of the target, where the drafter has run
         them already: of the `num_before` committed tokens that were pending before the root, the root, and as many
-        nodes as it has run, in order. Their keys and values lie in the sequence's slots. A chain only.
+        nodes as it has run, in order: all of a tree, some of a chain. Their keys and values are in the sequence's slots.
 
     Raises ValueError for a malformed tree, for siblings with the same token (which would be the same continuation
     twice) and for a branching tree with distributions, which none of the papers defines.
@@ -59,10 +59,9 @@ class TokenTree:
         object.__setattr__(self, "children", children)
         if self.probs is not None and not (self.is_chain and len(self.probs) == self.num_drafted):
             raise ValueError("probs need a chain and one distribution per drafted token")
-        if self.hidden is not None and not (
-            self.is_chain and self.num_before < self.num_run <= self.num_before + len(self)
-        ):
-            raise ValueError("hidden needs a chain, and rows for what was pending, the root and at most all nodes")
+        least = self.num_before + (1 if self.is_chain else len(self))
+        if self.hidden is not None and not least <= self.num_run <= self.num_before + len(self):
+            raise ValueError("hidden needs a row for each token pending before, and per node; a chain's may end early")
 
     @classmethod
     def root(cls, token_id: int) -> TokenTree:
@@ -107,6 +106,11 @@ class TokenTree:
             path.append(self.parents[path[-1]])
         return path[::-1]
 
+    def _rows_of(self, nodes: Sequence[int]) -> list[int]:
+        """Rows of `hidden` that belong to these nodes and to what was pending before them."""
+        rows = (self.num_before + node for node in nodes)
+        return [*range(self.num_before), *(row for row in rows if row < self.num_run)]
+
     def clipped(self, max_depth: int, max_nodes: int) -> TokenTree:
         """The same proposal without nodes deeper than `max_depth` and with at most `max_nodes` nodes, root included.
 
@@ -122,7 +126,7 @@ class TokenTree:
             [-1, *(index[self.parents[node]] for node in keep[1:])],
             None if self.probs is None else self.probs[: len(keep) - 1],
             [self.sources[node] for node in keep] if self.sources else (),
-            None if self.hidden is None else self.hidden[: self.num_before + len(keep)],
+            None if self.hidden is None else self.hidden[self._rows_of(keep)],
             self.depth,
             self.num_before,
         )
