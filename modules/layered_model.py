@@ -37,7 +37,7 @@ def check_supported(config: Any) -> None:
         raise ValueError(f"layerdrop must be 0 for layer-wise execution, got {config.layerdrop}")
     if getattr(config, "use_bidirectional_attention", None):
         raise ValueError("use_bidirectional_attention must be off: only causal models can be decoded")
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if any(isinstance(kind, dict) and kind.get("rope_type") == "longrope" for kind in (rope, *rope.values())):
         raise ValueError("rope_type 'longrope' is not supported: its factors depend on what else is in the pass")
     quantised = getattr(config, "quantization_config", None)

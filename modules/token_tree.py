@@ -30,7 +30,7 @@ class TokenTree:
     sources: a short label per node saying where it came from, e.g. "ngram"; the root's is ignored. Empty: unlabelled.
     hidden: [rows, hidden] residual stream after the first `depth` layers of the target, where the drafter has run
         them already: of the `num_before` committed tokens that were pending before the root, the root, and as many
-        nodes as it has run, in order: all of a tree, some of a chain. Their keys and values are in the sequence's slots.
+        nodes as it has run, in order: all of a tree, some of a chain. Their keys and values are cached.
 
     Raises ValueError for a malformed tree, for siblings with the same token (which would be the same continuation
     twice) and for a branching tree with distributions, which none of the papers defines.

@@ -185,13 +185,18 @@ def test_what_a_command_raises_becomes_a_line_and_a_status(
         main(["--traceback", "generate", "--model", "m"])
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unforeseen_is_one_line_with_a_way_to_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def failing(options: GenerateOptions) -> None:
         raise TypeError("a bug")
 
     monkeypatch.setattr(generate, "generate", failing)
+    assert main(["generate", "--model", "m"]) == 1
+    printed = capsys.readouterr().err
+    assert "TypeError: a bug" in printed and "--traceback" in printed and printed.count("\n") == 1
     with pytest.raises(TypeError):
-        main(["generate", "--model", "m"])
+        main(["--traceback", "generate", "--model", "m"])
 
 
 # -- options are what they stand for -----------------------------------------------------------------------------------
