@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speclight.infer import Engine, GenerationParams, LogitSpecDrafter, load_model
+from speclight.infer.files import replace_file
 from speclight.infer.questions import read_questions, select
-from speclight.infer.report import markdown_table, replace_file
+from speclight.infer.report import markdown_table
 from tqdm import tqdm
 
 CAP, BEYOND = 128, 64

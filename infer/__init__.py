@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .draft_model import DraftModelDrafter
     from .drafter import Drafter, Observation
+    from .early_exit import EarlyExitDrafter
     from .engine import Engine
+    from .exits import EarlyExits, HeadExits
+    from .hierarchical import HierarchicalDrafter
     from .loading import load_model
     from .logitspec import LogitSpecDrafter
     from .prompt_lookup import PromptLookupDrafter
@@ -22,8 +25,12 @@ __all__ = [
     "Completion",
     "DraftModelDrafter",
     "Drafter",
+    "EarlyExitDrafter",
+    "EarlyExits",
     "Engine",
     "GenerationParams",
+    "HeadExits",
+    "HierarchicalDrafter",
     "LogitSpecDrafter",
     "Observation",
     "PromptLookupDrafter",
@@ -37,7 +44,11 @@ _MODULES = {
     "DraftModelDrafter": ".draft_model",
     "Drafter": ".drafter",
     "Observation": ".drafter",
+    "EarlyExitDrafter": ".early_exit",
     "Engine": ".engine",
+    "EarlyExits": ".exits",
+    "HeadExits": ".exits",
+    "HierarchicalDrafter": ".hierarchical",
     "load_model": ".loading",
     "LogitSpecDrafter": ".logitspec",
     "PromptLookupDrafter": ".prompt_lookup",

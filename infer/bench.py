@@ -128,7 +128,12 @@ def bench(options: BenchOptions) -> None:
     questions = select(read_questions(options.data), options.per_group, options.stride, options.limit)
     options = replace(options, max_num_seqs=max(options.max_num_seqs, options.batch_size))
     prepared = prepare(options, [variant.method for variant in variants])
-    chat = _is_chat(options, prepared.tokenizer)
+    chat = prepared.is_chat(options.chat)
+    if options.turns == "all" and not chat:
+        raise ValueError("turns=all needs a chat, and these prompts are raw text; use --turns first")
+    intake = prepared.intake()
+    for variant in variants:
+        intake.check(_params(variant, options))
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(folder / "rows.jsonl", _settings(options), options.overwrite)
@@ -173,23 +178,15 @@ def _check(options: BenchOptions) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def _is_chat(options: BenchOptions, tokenizer: Any) -> bool:
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    chat = has_template if options.chat is None else options.chat
-    if chat and not has_template:
-        raise ValueError(
-            f"the tokenizer of {options.model} has no chat template; give one with --chat-template or --no-chat"
-        )
-    if options.turns == "all" and not chat:
-        raise ValueError("turns=all needs a chat, and these prompts are raw text; use --turns first")
-    return chat
-
-
 def _settings(options: BenchOptions) -> dict[str, Any]:
     """What shapes the rows: the options, the data, and where it runs."""
     settings = asdict(options)
     for name in ("output", "overwrite", "cache_dir"):
         del settings[name]
+    if options.bundle is not None:
+        from .bundles import bundle_digest
+
+        settings["bundle"] = bundle_digest(options.bundle)
     settings["data"] = hashlib.sha256(Path(options.data).read_bytes()).hexdigest()[:16]
     return settings | {"versions": versions(), "processor": processor_name()}
 

@@ -7,17 +7,23 @@ The option classes are the commands' flags and YAML keys. This module imports to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from ..modules.bundle import HeadBundle
     from ..modules.layered_model import LayeredModel
     from .drafter import Drafter
     from .engine import Engine
-    from .loading import ModelSource
+    from .exits import EarlyExits
+    from .intake import Intake
     from .request import GenerationParams
+    from .sources import ModelSource
+
+
+METHODS = "ar, prompt-lookup, logitspec, draft-model, early-exit, hispec, hispec+logitspec or hispec+prompt-lookup"
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
@@ -61,25 +67,50 @@ class PromptLookupOptions:
 
 
 @dataclass(kw_only=True)
+class EarlyExitOptions:
+    """The early exit's drafter."""
+
+    layer: int | None = option(None, "layers below the exit; if unset the bundle's lowest, or an eighth of the model's")
+    num_tokens: int = option(2, "drafted tokens")
+
+
+@dataclass(kw_only=True)
+class HiSpecOptions:
+    """HiSpec's two stages."""
+
+    draft_layer: int | None = option(None, "exit that drafts; if unset the bundle's lowest, or an eighth of the layers")
+    verify_layer: int | None = option(None, "exit that verifies; if unset the bundle's highest, or a quarter")
+    draft_tokens: int = option(2, "drafted at once by the exit; hispec+... take the size of the drafter they name")
+    window: int = option(4, "tokens that the exit has verified when the whole model does")
+
+
+@dataclass(kw_only=True)
 class EngineOptions(ModelOptions):
     """The engine around the model, and its drafters."""
 
     draft_model: str | None = option(None, "the smaller model of method draft-model; same kinds as --model")
     draft_temperature: float | None = option(None, "temperature of the draft model's own draws; the request's if unset")
+    bundle: str | None = option(None, "folder of exit heads, for early-exit and hispec; the model's own norm if unset")
     max_num_seqs: int = option(64, "sequences in one pass")
     block_size: int = option(16, "slots of a cache block")
     kv_memory: float | None = option(None, "GiB for the key-value cache; a share of the free memory if unset")
     max_batch_tokens: int = option(512, "tokens in one pass; longer prompts are split")
     logitspec: LogitSpecOptions = field(default_factory=LogitSpecOptions)
     prompt_lookup: PromptLookupOptions = field(default_factory=PromptLookupOptions)
+    early_exit: EarlyExitOptions = field(default_factory=EarlyExitOptions)
+    hispec: HiSpecOptions = field(default_factory=HiSpecOptions)
 
 
 @dataclass(kw_only=True)
 class RequestOptions:
     """Every request, unless its JSONL row says otherwise. The names are those of GenerationParams."""
 
-    method: str = option("logitspec", "ar, prompt-lookup, logitspec or draft-model")
+    method: str = option("logitspec", METHODS)
     draft_tokens: int | None = option(None, "nodes of a tree with its root, or length of a chain; 0 is off")
+    draft_layer: int | None = option(None, "exit that drafts, where it is not early-exit's or hispec's own")
+    verify_layer: int | None = option(None, "exit that verifies, where it is not hispec's own")
+    window: int | None = option(None, "tokens before the whole model verifies, where they are not hispec's own")
+    inner_draft_tokens: int | None = option(None, "tokens drafted at once, where they are not hispec's own")
     max_new_tokens: int = option(128, "never exceeded")
     temperature: float | None = option(0.0, "0 is greedy")
     top_k: int = option(0, "0 is off")
@@ -110,46 +141,135 @@ class Prepared:
     source: ModelSource
     tokenizer: Any
     draft_source: ModelSource | None
+    exits: EarlyExits | None = None
+    """Which exits there will be, where a method uses any."""
+    bundle: HeadBundle | None = None
+    base_known: bool = True
+    """Whether the bundle has been found to belong to the model; if not it is when the weights are there."""
+
+    @property
+    def uses_exits(self) -> bool:
+        return any(method in EXIT_DRAFTERS for method in self.methods)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def is_chat(self, wanted: bool | None) -> bool:
+        """Whether prompts are a user's messages: as wanted, or if that is None, where there is a chat template.
+
+        Raises ValueError for a chat without one.
+        """
+        if wanted and not self.has_template:
+            raise ValueError(
+                f"the tokenizer of {self.options.model} has no chat template; "
+                "give one with --chat-template FILE, or use --no-chat"
+            )
+        return self.has_template if wanted is None else wanted
+
+    def intake(self) -> Intake:
+        """Reads prompts and checks requests as the engine will, which may have room for less than the context."""
+        from .intake import Intake
+        from .loading import text_config
+
+        config = text_config(self.source)
+        return Intake(self.tokenizer, config.vocab_size, config.max_position_embeddings)
 
 
 def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     """Find the models and check everything that can be refused before weights are read.
 
-    Raises ValueError for a method or model that cannot be used, and for a draft model with another tokenizer.
+    Raises ValueError for a method or model that cannot be used, for a draft model with another tokenizer, for a bundle
+    that is damaged, made for another model or used by no method, and for exits that are not there.
     """
-    from .loading import check_same_tokenizer, load_tokenizer, resolve_device, resolve_dtype
+    from .sources import check_device, check_dtype
 
     for method in methods:
         check_method(method)
-    resolve_dtype(options.dtype)
-    resolve_device(options.device)
+    check_dtype(options.dtype)
+    check_device(options.device)
     _check_numbers(options)
     if "draft-model" in methods and options.draft_model is None:
         raise ValueError("method draft-model needs --draft-model, a smaller model with the same tokenizer")
+    if options.bundle is not None and not any(method in EXIT_DRAFTERS for method in methods):
+        raise ValueError(
+            f"bundle is read by {', '.join(EXIT_DRAFTERS)}; method is {' and '.join(dict.fromkeys(methods))}"
+        )
     template = None if options.chat_template is None else Path(options.chat_template).read_text(encoding="utf-8")
-    source = _resolve(options, options.model)
-    draft_source = _resolve(options, options.draft_model) if options.draft_model and "draft-model" in methods else None
+    source = _find(options, options.model)
+    draft_source = _find(options, options.draft_model) if options.draft_model and "draft-model" in methods else None
+
+    from .loading import check_model, check_same_tokenizer, load_tokenizer, resolve_device  # torch only from here on
+
+    resolve_device(options.device)
+    _check_drafters(options)
+    source = check_model(source)
+    draft_source = None if draft_source is None else check_model(draft_source)
     tokenizer = load_tokenizer(source)
     if draft_source is not None:
         check_same_tokenizer(tokenizer, load_tokenizer(draft_source), source.name, draft_source.name)
     if template is not None:
         tokenizer.chat_template = template
-    return Prepared(options, tuple(dict.fromkeys(methods)), source, tokenizer, draft_source)
+    prepared = Prepared(options, tuple(dict.fromkeys(methods)), source, tokenizer, draft_source)
+    return _with_exits(prepared) if prepared.uses_exits else prepared
+
+
+def _with_exits(prepared: Prepared) -> Prepared:
+    from .bundles import base_fingerprint, load_bundle, planned_exits
+    from .loading import text_config
+    from .request import GenerationParams
+
+    options, source = prepared.options, prepared.source
+    bundle = None if options.bundle is None else load_bundle(options.bundle)
+    exits = planned_exits(text_config(source).num_hidden_layers, bundle)
+    chosen = {
+        "early_exit.layer": options.early_exit.layer,
+        "hispec.draft_layer": options.hispec.draft_layer,
+        "hispec.verify_layer": options.hispec.verify_layer,
+    }
+    for name, layer in chosen.items():
+        if layer is not None:
+            exits.check(name, layer)
+    found = None if bundle is None else base_fingerprint(source)
+    if bundle is not None and found is not None:
+        bundle.check_base(found, f"bundle {options.bundle!r}")
+    prepared = replace(prepared, exits=exits, bundle=bundle, base_known=bundle is None or found is not None)
+    for method in prepared.methods:
+        check_request(prepared, GenerationParams(method=method))
+    return prepared
+
+
+def check_request(prepared: Prepared, params: GenerationParams) -> None:
+    """Raise ValueError for exits that a request asks for and that are not there. Needs no weights."""
+    method = params.method or prepared.methods[0]
+    if method in EXIT_DRAFTERS:
+        assert prepared.exits is not None, "prepare() plans them for these methods"
+        EXIT_DRAFTERS[method](prepared, prepared.exits).check(params)
 
 
 def _check_numbers(options: EngineOptions) -> None:
-    """What the engine and the drafters would refuse themselves, but only once the weights are there."""
-    from .logitspec import LogitSpecDrafter
-    from .prompt_lookup import PromptLookupDrafter
+    """What the engine would refuse itself, but only once the weights are there."""
+    from .intake import MAX_DRAFT_TOKENS
 
     for name in ("threads", "block_size", "max_num_seqs", "max_batch_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    for group, name in (("early_exit", "num_tokens"), ("hispec", "draft_tokens"), ("hispec", "window")):
+        value = getattr(getattr(options, group), name)
+        if not 1 <= value <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"{group}.{name} must be from 1 to {MAX_DRAFT_TOKENS}, got {value}")
     if options.kv_memory is not None and not options.kv_memory > 0:
         raise ValueError(f"kv_memory must be above 0 GiB, got {options.kv_memory}")
     if options.draft_temperature is not None and not 0 <= options.draft_temperature <= 1e6:
         raise ValueError(f"draft_temperature must be from 0 (greedy) to 1e6, got {options.draft_temperature}")
+
+
+def _check_drafters(options: EngineOptions) -> None:
+    """What drafters would refuse themselves."""
+    from .logitspec import LogitSpecDrafter
+    from .prompt_lookup import PromptLookupDrafter
+
     LogitSpecDrafter(**{name: value for name, value in asdict(options.logitspec).items() if value is not None})
     PromptLookupDrafter(**asdict(options.prompt_lookup))
 
@@ -159,13 +279,13 @@ def build_engine(prepared: Prepared) -> Engine:
     import torch
 
     from .engine import Engine
-    from .loading import load_weights
 
     options = prepared.options
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model = load_weights(prepared.source, options.dtype, options.device)
-    drafters = [DRAFTERS[method](prepared, model) for method in prepared.methods if method != "ar"]
+    model = _load_model(prepared)
+    exits = _exits(prepared, model) if prepared.uses_exits else None
+    drafters = [_drafter(method, prepared, model, exits) for method in prepared.methods if method != "ar"]
     return Engine(
         model,
         prepared.tokenizer,
@@ -178,9 +298,35 @@ def build_engine(prepared: Prepared) -> Engine:
     )
 
 
+def _load_model(prepared: Prepared) -> LayeredModel:
+    from ..modules.bundle import fingerprint
+    from ..modules.layered_model import LayeredModel
+    from .loading import load_transformers
+
+    loaded = load_transformers(prepared.source, prepared.options.dtype, prepared.options.device)
+    if prepared.bundle is not None and not prepared.base_known:
+        prepared.bundle.check_base(fingerprint(loaded), f"bundle {prepared.options.bundle!r}")
+    return LayeredModel(loaded)
+
+
+def _exits(prepared: Prepared, model: LayeredModel) -> EarlyExits:
+    """One for all drafters, so that they share what heads have seen."""
+    from ..modules.exit_heads import ExitHeads
+    from .exits import EarlyExits, HeadExits
+
+    return EarlyExits() if prepared.bundle is None else HeadExits(ExitHeads.from_bundle(prepared.bundle, model))
+
+
+def _drafter(method: str, prepared: Prepared, model: LayeredModel, exits: EarlyExits | None) -> Drafter:
+    if method not in EXIT_DRAFTERS:
+        return DRAFTERS[method](prepared, model)
+    assert exits is not None
+    return EXIT_DRAFTERS[method](prepared, exits)
+
+
 def check_method(method: str) -> None:
     """Raise ValueError, with the nearest valid name, unless `method` names a drafter or "ar"."""
-    valid = ["ar", *DRAFTERS]
+    valid = ["ar", *DRAFTERS, *EXIT_DRAFTERS]
     if method not in valid:
         raise ValueError(f"method must be one of {', '.join(valid)}, got {method!r}{did_you_mean(method, valid)}")
 
@@ -191,10 +337,10 @@ def did_you_mean(name: str, valid: Sequence[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _resolve(options: ModelOptions, model: str) -> ModelSource:
-    from .loading import resolve_model
+def _find(options: ModelOptions, model: str) -> ModelSource:
+    from .sources import find_model
 
-    return resolve_model(model, options.allow_pickle, options.trust_remote_code, options.cache_dir)
+    return find_model(model, options.allow_pickle, options.trust_remote_code, options.cache_dir)
 
 
 CAPACITY, CAPACITY_ELSEWHERE = {"cpu": 8}, 64
@@ -202,16 +348,17 @@ CAPACITY, CAPACITY_ELSEWHERE = {"cpu": 8}, 64
 several passes over one, as measured on CPUs (docs/LOG.md)."""
 
 
-def _logitspec(prepared: Prepared, model: LayeredModel) -> Drafter:
+def _logitspec(prepared: Prepared, _: Any = None) -> Drafter:
+    from .loading import resolve_device
     from .logitspec import LogitSpecDrafter
 
     options = asdict(prepared.options.logitspec)
     if options["capacity"] is None:
-        options["capacity"] = CAPACITY.get(model.device.type, CAPACITY_ELSEWHERE)
+        options["capacity"] = CAPACITY.get(resolve_device(prepared.options.device).type, CAPACITY_ELSEWHERE)
     return LogitSpecDrafter(**options)
 
 
-def _prompt_lookup(prepared: Prepared, model: LayeredModel) -> Drafter:
+def _prompt_lookup(prepared: Prepared, _: Any = None) -> Drafter:
     from .prompt_lookup import PromptLookupDrafter
 
     return PromptLookupDrafter(**asdict(prepared.options.prompt_lookup))
@@ -232,3 +379,52 @@ DRAFTERS: dict[str, Callable[[Prepared, LayeredModel], Drafter]] = {
     "draft-model": _draft_model,
 }
 """How each method's drafter is made from the options; "ar" needs none."""
+
+
+def _default_exits(prepared: Prepared) -> tuple[int, int]:
+    from .bundles import default_exits
+
+    assert prepared.exits is not None, "prepare() plans them for these methods"
+    return default_exits(prepared.exits)
+
+
+def _early_exit(prepared: Prepared, exits: EarlyExits) -> Drafter:
+    from .early_exit import EarlyExitDrafter
+
+    options = prepared.options.early_exit
+    layer = _default_exits(prepared)[0] if options.layer is None else options.layer
+    return EarlyExitDrafter(layer, options.num_tokens, exits=exits)
+
+
+def _hispec(prepared: Prepared, exits: EarlyExits) -> Drafter:
+    from .early_exit import EarlyExitDrafter
+
+    options = prepared.options.hispec
+    layer = _default_exits(prepared)[0] if options.draft_layer is None else options.draft_layer
+    return _over(EarlyExitDrafter(layer, options.draft_tokens, exits=exits), prepared, exits)
+
+
+def _hispec_logitspec(prepared: Prepared, exits: EarlyExits) -> Drafter:
+    return _over(_logitspec(prepared), prepared, exits)
+
+
+def _hispec_prompt_lookup(prepared: Prepared, exits: EarlyExits) -> Drafter:
+    return _over(_prompt_lookup(prepared), prepared, exits)
+
+
+def _over(inner: Drafter, prepared: Prepared, exits: EarlyExits) -> Drafter:
+    """HiSpec's intermediate stage over a drafter."""
+    from .hierarchical import HierarchicalDrafter
+
+    options = prepared.options.hispec
+    layer = _default_exits(prepared)[1] if options.verify_layer is None else options.verify_layer
+    return HierarchicalDrafter(inner, layer, options.window, exits=exits)
+
+
+EXIT_DRAFTERS: dict[str, Callable[[Prepared, EarlyExits], Drafter]] = {
+    "early-exit": _early_exit,
+    "hispec": _hispec,
+    "hispec+logitspec": _hispec_logitspec,
+    "hispec+prompt-lookup": _hispec_prompt_lookup,
+}
+"""The same for methods that use the target's early exits, which they share."""

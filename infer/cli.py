@@ -1,7 +1,8 @@
 """The command line's frame: `speclight COMMAND --flags`, or `--config F.yaml` with the same names.
 
-A command is a function of one dataclass, whose fields are its flags; its module is imported only when the command is
-called, so that `speclight --help` needs no torch. What a user got wrong is one line on stderr and exit status 2.
+A command is a function of one dataclass, whose fields are its flags, or of the list of flags itself; its module is
+imported only when the command is called, so that `speclight --help` needs no torch, and so that commands that this
+package may not import can be in the table. What a user got wrong is one line on stderr and exit status 2.
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("check on your own model that the text is that of plain decoding", ".verify:verify"),
     "bench": ("measure methods against each other and against transformers", ".bench:bench"),
     "demo": ("see it work on a small model", ".demo:demo"),
+    "fit": ("train exit heads, or models that exit early", "speclight.train.cli:fit"),
+    "validate": ("measure a checkpoint on the validation data", "speclight.train.cli:validate"),
+    "test": ("measure a checkpoint on the test data", "speclight.train.cli:test"),
+    "export": ("make a bundle of a checkpoint, and try it out", "speclight.train.export:export"),
+    "inspect": ("say what a bundle holds", "speclight.train.export:inspect_bundle"),
+    "regenerate": ("make training rows of the model's own answers", "speclight.train.regenerate:regenerate"),
+    "states": ("store hidden states to train on", "speclight.train.states:states"),
+    "tokenizer": ("train a small tokenizer on texts", "speclight.train.tokenizer:tokenizer"),
 }
-"""name -> (help, "module:function"); the module is relative to this package."""
+"""name -> (help, "module:function"); a module that begins with a dot is relative to this package."""
 
 USAGE = "usage: speclight [--help | --version] [--traceback] COMMAND [--help] [--config F.yaml] [--flag VALUE ...]"
 
@@ -45,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except ValueError as error:
         return _fail(str(error))
+    except ModuleNotFoundError as error:
+        _fail(f"package {error.name!r} is missing: `pip install speclight`, without --no-deps, brings what it needs")
+        return 1
     except MemoryError as error:
         return _fail(f"out of memory: {error}")
     except Exception as error:  # a fault of ours, or of a library on input that nobody foresaw
@@ -75,6 +87,8 @@ def _run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         raise ValueError(f"unknown command {name!r}{did_you_mean(name, list(COMMANDS))}; valid: {', '.join(COMMANDS)}")
     function = load_command(name)
+    if not is_dataclass(options_class(function)):
+        return function(flags) or 0
     return function(parse_options(options_class(function), flags, f"speclight {name}", COMMANDS[name][0])) or 0
 
 
@@ -84,7 +98,7 @@ def _overview() -> Iterator[str]:
     yield "Speculative decoding for Hugging Face causal language models: the same text, faster."
     yield ""
     for name, (purpose, _) in COMMANDS.items():
-        yield f"  {name:<10}{purpose}"
+        yield f"  {name:<12}{purpose}"
     yield ""
     yield "`speclight COMMAND --help` lists a command's flags; --traceback shows where an error came from."
 
@@ -95,8 +109,8 @@ def load_command(name: str) -> Any:
     return getattr(importlib.import_module(module, __package__), function)
 
 
-def options_class(function: Any) -> type:
-    """The dataclass that a command takes."""
+def options_class(function: Any) -> Any:
+    """What a command takes: a dataclass, or `list[str]`, the flags as they are."""
     return next(hint for name, hint in get_type_hints(function).items() if name != "return")
 
 

@@ -2,6 +2,10 @@
 
 It keeps a paged cache of its own. Every drafted token carries the very distribution it was drawn from, so the
 acceptance rule is exact whatever the draft's temperature or vocabulary is.
+
+The law of a text never depends on what is drafted, but which text a seed gives does. So a seeded text is drafted for
+whatever runs beside it: where the cache is short others give up their room, and the draft reads their texts again when
+their turn comes; and where drafting fails for one, the others are drafted for as if it were not there.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from ..modules.kv_cache import CacheTable, PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
-from .drafter import Drafter
+from .drafter import Drafter, SomeFailed
 from .memory import DRAFT_SHARE, blocks_within
 from .request import Sequence
 
@@ -28,11 +32,17 @@ MAX_TEXTS = 64
 
 @dataclass
 class _State:
-    """The draft's view of one sequence. ahead: tokens run behind `table.length`, not known to be committed yet."""
+    """The draft's view of one sequence.
+
+    ahead: tokens run behind `table.length`, not known to be committed yet. seeded: whether drafts shape its text.
+    has_failed: drafting for it has, so that it is tried apart from others.
+    """
 
     table: CacheTable
     pipeline: LogitsPipeline
+    seeded: bool
     ahead: list[int] = field(default_factory=list)
+    has_failed: bool = False
 
 
 @dataclass
@@ -50,8 +60,13 @@ class DraftModelDrafter(Drafter):
     """model: the draft, with the target's tokenizer; its vocabulary may be padded differently.
 
     num_tokens: chain length. draft_temperature: replaces the request's temperature when drafting, None keeps it.
-    num_blocks: size of the draft's cache, None for a tenth of the free memory; sequences that find no room there are
-        not drafted for. max_batch_tokens: the draft reads prompts in chunks of at most this many tokens.
+    num_blocks: size of the draft's cache, None for a tenth of the free memory. Sequences that find no room there are
+        not drafted for, unless they are sampled with a seed: those take turns, which costs time. A text longer than the
+        whole cache is not drafted for beyond that length.
+    max_batch_tokens: the draft reads prompts in chunks of at most this many tokens.
+
+    A seed gives another text where drafting fails at one time and not at another (memory of a device that others use),
+    and where rounding decides between tokens, as it may when other texts share a pass.
     """
 
     name = "draft-model"
@@ -83,16 +98,19 @@ class DraftModelDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
-        chains = [chain for chain in map(self._begin, sequences) if chain is not None]
-        rows = self._catch_up(chains)
-        open_chains = chains
-        while open_chains:
-            for chain, row in zip(open_chains, rows, strict=True):
-                self._draw(chain, row)
-            open_chains = [chain for chain in open_chains if len(chain.token_ids) < chain.length]
-            rows = self._run(open_chains, [chain.token_ids[-1:] for chain in open_chains])
-        drafted = {chain.sequence.sequence_id: chain for chain in chains}
-        return [self._tree(sequence, drafted.get(sequence.sequence_id)) for sequence in sequences]
+        """Raises SomeFailed, with the proposals of the others, where drafting fails for a sequence even alone."""
+        outcomes: dict[int, TokenTree | Exception] = {}
+        waiting = sorted(sequences, key=lambda sequence: not self._state(sequence).seeded)
+        while waiting:
+            chains, without = self._next_group(waiting)
+            outcomes |= self._tried(chains) if chains else {}
+            outcomes |= {s.sequence_id: TokenTree.root(s.token_ids[-1]) for s in without}
+            waiting = [sequence for sequence in waiting if sequence.sequence_id not in outcomes]
+        ordered = [outcomes[sequence.sequence_id] for sequence in sequences]
+        trees = [outcome for outcome in ordered if isinstance(outcome, TokenTree)]
+        if len(trees) < len(ordered):
+            raise SomeFailed(ordered)
+        return trees
 
     def release(self, sequence_id: int) -> None:
         state = self._states.pop(sequence_id, None)
@@ -102,27 +120,88 @@ class DraftModelDrafter(Drafter):
     def reset(self) -> None:
         self.cache.allocator.forget_idle()
 
-    def _begin(self, sequence: Sequence) -> _Chain | None:
-        """Settle what the last proposal left and reserve room; None when there is nothing it can draft with."""
-        state = self._states.get(sequence.sequence_id) or self._new_state(sequence)
+    def _next_group(self, sequences: SequenceOf[Sequence]) -> tuple[list[_Chain], list[Sequence]]:
+        """From the front: proposals to make in one go, for which there is room; and sequences that get none."""
+        chains: list[_Chain] = []
+        without: list[Sequence] = []
+        for sequence in sequences:
+            state = self._state(sequence)
+            if chains and (state.has_failed or chains[-1].state.has_failed):
+                break
+            chain = self._begin(sequence, state)
+            if chain is not None and not self._reserve(chain, chains):
+                if state.seeded and chains:
+                    break  # its turn comes when these are done
+                chain = None
+            if chain is None:
+                without.append(sequence)
+            else:
+                chains.append(chain)
+        return chains, without
+
+    def _state(self, sequence: Sequence) -> _State:
+        state = self._states.get(sequence.sequence_id)
+        if state is None:
+            params = sequence.params
+            seeded = params.seed is not None and not params.is_greedy
+            if self.draft_temperature is not None:
+                params = replace(params, temperature=self.draft_temperature)
+            pipeline = LogitsPipeline(params, sequence.num_prompt, for_drafts=True)
+            state = self._states[sequence.sequence_id] = _State(CacheTable(params.namespace), pipeline, seeded)
+        return state
+
+    def _begin(self, sequence: Sequence, state: _State) -> _Chain | None:
+        """Settle what the last proposal left; None when there is nothing it can draft with."""
         self._settle(state, sequence.token_ids)
+        if not state.table.blocks:
+            self.cache.match_prefix(state.table, sequence.token_ids)
         room = self.model.max_positions - len(sequence.token_ids) + 1  # the last draft is not run
         length = min(sequence.draft_tokens, sequence.max_depth, room)
-        unread = sequence.token_ids[state.table.length :]
-        known = max(unread) < self.model.vocab_size  # a padded id of the target alone means nothing to the draft
-        if length < 1 or not known or not self.cache.reserve(state.table, len(unread) + length - 1):
-            return None
-        return _Chain(sequence, state, length)
+        known = max(sequence.token_ids[state.table.length :]) < self.model.vocab_size  # not a padded id of the target's
+        return _Chain(sequence, state, length) if length >= 1 and known else None
 
-    def _new_state(self, sequence: Sequence) -> _State:
-        params = sequence.params
-        if self.draft_temperature is not None:
-            params = replace(params, temperature=self.draft_temperature)
-        pipeline = LogitsPipeline(params, sequence.num_prompt, for_drafts=True)
-        state = _State(CacheTable(params.namespace), pipeline)
-        self.cache.match_prefix(state.table, sequence.token_ids)
-        self._states[sequence.sequence_id] = state
-        return state
+    def _reserve(self, chain: _Chain, others: SequenceOf[_Chain]) -> bool:
+        """Hold room for the text and the drafts but the last; a seeded text may take it from all but `others`."""
+        table = chain.state.table
+        needed = len(chain.sequence.token_ids) - table.length + chain.length - 1
+        if chain.state.seeded:
+            kept = {id(chain.state), *(id(other.state) for other in others)}
+            givers = sorted((s for s in self._states.values() if id(s) not in kept), key=lambda state: state.seeded)
+            while givers and self.cache.missing_blocks(table, needed) > self.cache.allocator.num_available:
+                giver = givers.pop(0)
+                self.cache.release(giver.table)
+                giver.ahead.clear()
+        return self.cache.reserve(table, needed)
+
+    def _tried(self, chains: list[_Chain]) -> dict[int, TokenTree | Exception]:
+        """The proposals; where that fails, each is made alone, as if nothing had been tried."""
+        before = [chain.sequence.draft_generator.get_state() for chain in chains]
+        try:
+            self._draft(chains)
+        except Exception as error:
+            for chain, generator in zip(chains, before, strict=True):
+                chain.sequence.draft_generator.set_state(generator)
+            if len(chains) == 1:
+                chains[0].state.has_failed = True
+                return {chains[0].sequence.sequence_id: error}
+            return {key: outcome for chain in chains for key, outcome in self._tried([self._anew(chain)]).items()}
+        return {chain.sequence.sequence_id: self._tree(chain) for chain in chains}
+
+    def _anew(self, chain: _Chain) -> _Chain:
+        self._settle(chain.state, chain.sequence.token_ids)
+        again = _Chain(chain.sequence, chain.state, chain.length)
+        reserved = self._reserve(again, ())
+        assert reserved, "it had this room before"
+        return again
+
+    def _draft(self, chains: list[_Chain]) -> None:
+        rows = self._catch_up(chains)
+        open_chains = chains
+        while open_chains:
+            for chain, row in zip(open_chains, rows, strict=True):
+                self._draw(chain, row)
+            open_chains = [chain for chain in open_chains if len(chain.token_ids) < chain.length]
+            rows = self._run(open_chains, [chain.token_ids[-1:] for chain in open_chains])
 
     def _settle(self, state: _State, token_ids: SequenceOf[int]) -> None:
         """Keep of the tokens run ahead those that became text."""
@@ -172,11 +251,8 @@ class DraftModelDrafter(Drafter):
         chain.probs.append(q)
         chain.token_ids.append(q.sample(chain.sequence.draft_generator))
 
-    def _tree(self, sequence: Sequence, chain: _Chain | None) -> TokenTree:
-        root = sequence.token_ids[-1]
-        return (
-            TokenTree.root(root) if chain is None else TokenTree.chain([root, *chain.token_ids], chain.probs, self.name)
-        )
+    def _tree(self, chain: _Chain) -> TokenTree:
+        return TokenTree.chain([chain.sequence.token_ids[-1], *chain.token_ids], chain.probs, self.name)
 
 
 def _unread(chain: _Chain) -> int:

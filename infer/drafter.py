@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,7 +17,10 @@ from ..modules.acceptance import Verdict
 from ..modules.kv_cache import PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
-from .request import Sequence
+from .request import GenerationParams, Sequence
+
+if TYPE_CHECKING:
+    from .exits import EarlyExits, Tap
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,17 @@ class Observation:
     logits: Tensor
 
 
+class SomeFailed(Exception):
+    """Raised by `propose` when it cannot draft for some of its sequences, and the others should not lose theirs.
+
+    outcomes: per sequence its proposal, or what was raised in making it.
+    """
+
+    def __init__(self, outcomes: SequenceOf[TokenTree | Exception]) -> None:
+        super().__init__("some sequences could not be drafted for")
+        self.outcomes = outcomes
+
+
 class Drafter:
     """Base class of drafters, and the one that never drafts (autoregressive decoding).
 
@@ -44,17 +59,36 @@ class Drafter:
     """
 
     name = "ar"
+    taken = False
+    """Whether an engine has it; set by that engine."""
     retrieves = False
     """Whether proposals come from lookups, labelled "ngram" where one matched; statistics then count retrieval hits."""
+    exits: tuple[EarlyExits, ...] = ()
+    """The target's early exits that it uses; the engine attaches them first, and collects the work they count."""
 
     def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
         """Called once by the engine that takes the drafter: the target it drafts for and the target's cache."""
+
+    def check(self, params: GenerationParams) -> None:
+        """Raise ValueError for settings of a request that this drafter cannot follow. Called when a request comes."""
+
+    def taps(self, params: GenerationParams) -> frozenset[Tap]:
+        """The heads that must be shown every token of a request's texts; always the same for the same settings."""
+        return frozenset()
+
+    def depth(self, params: GenerationParams) -> int:
+        """How many of the target's layers its proposals have been through."""
+        return 0
 
     def default_draft_tokens(self) -> int:
         """The proposal size used when neither engine nor request sets one: nodes of a tree, or length of a chain."""
         return 0
 
-    def scratch_tokens(self, draft_tokens: int) -> int:
+    def draft_tokens_for(self, params: GenerationParams) -> int:
+        """`default_draft_tokens`, as far as it depends on the request's other settings."""
+        return self.default_draft_tokens()
+
+    def scratch_tokens(self, draft_tokens: int, params: GenerationParams) -> int:
         """Slots behind the pending tokens to reserve for a proposal of that size and the work on it."""
         return draft_tokens
 

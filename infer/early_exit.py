@@ -6,7 +6,7 @@ cache and the residual stream is handed on, so the verification runs the layers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -20,89 +20,118 @@ from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter
-from .request import Sequence
+from .exits import CallableExit, EarlyExits, ExitHead, Tap
+from .request import GenerationParams, Sequence
 
-ExitHead = Callable[[Tensor], Tensor]
-"""[rows, hidden] after the exit layer -> [rows, vocab] logits, -inf where the head's draft vocabulary has no token."""
+__all__ = ["EarlyExitDrafter", "ExitHead"]
 
 
 @dataclass
 class _Chain:
-    """A proposal under construction; hidden: per pass, the rows after the exit layer."""
+    """A proposal under construction; hidden: per pass, the rows after the exit layer. ends: ids that end the text."""
 
     sequence: Sequence
     length: int
+    ends: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
     probs: list[Distribution] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
     num_run: int = 0
 
+    @property
+    def is_open(self) -> bool:
+        return len(self.token_ids) < self.length and not (self.token_ids and self.token_ids[-1] in self.ends)
+
 
 class EarlyExitDrafter(Drafter):
     """Drafts a chain of `num_tokens` at `exit_layer` (N_d and L_d; the papers' choices are 2 and L/8).
 
-    head: the exit head there; None takes the model's own final norm and unembedding, which suits models that were
-        trained with early exits.
+    A request may set `draft_layer`, and `draft_tokens` for the length. Nothing is drafted behind a token that ends the
+    text.
+
+    head: what gives logits at `exit_layer`. exits: what gives logits at every layer, where drafters share it. Without
+        either the model's own final norm and unembedding do, which suits models that were trained with early exits.
 
     Raises ValueError, when it is given to an engine, for an exit layer that the model does not have.
     """
 
     name = "early-exit"
 
-    def __init__(self, exit_layer: int, num_tokens: int = 2, head: ExitHead | None = None) -> None:
+    def __init__(
+        self, exit_layer: int, num_tokens: int = 2, head: ExitHead | None = None, exits: EarlyExits | None = None
+    ) -> None:
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
-        self.exit_layer, self.num_tokens, self.head = exit_layer, num_tokens, head
-        self.layer_tokens = 0
+        self.exit_layer, self.num_tokens = exit_layer, num_tokens
+        self.exit = exits_of(exit_layer, head, exits)
+        self.exits = (self.exit,)
 
     def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
-        if not 1 <= self.exit_layer <= model.num_layers:
-            raise ValueError(f"exit_layer must be in [1, {model.num_layers}], got {self.exit_layer}")
+        self.exit.check("exit_layer", self.exit_layer)
         self.model, self.cache = model, cache
+
+    def check(self, params: GenerationParams) -> None:
+        self.exit.check("draft_layer", self.depth(params))
+
+    def taps(self, params: GenerationParams) -> frozenset[Tap]:
+        return self.exit.taps(self.depth(params))
+
+    def depth(self, params: GenerationParams) -> int:
+        return self.exit_layer if params.draft_layer is None else params.draft_layer
 
     def default_draft_tokens(self) -> int:
         return self.num_tokens
 
     @torch.inference_mode()
     def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
-        chains = [_Chain(sequence, min(sequence.draft_tokens, sequence.max_depth)) for sequence in sequences]
-        parts = [sequence.token_ids[sequence.table.length :] for sequence in sequences]
-        running = [(chain, part) for chain, part in zip(chains, parts, strict=True) if chain.length > 0]
-        while running:
-            for (chain, _), row in zip(running, self._run(running), strict=True):
-                self._draw(chain, row)
-            running = [(chain, chain.token_ids[-1:]) for chain, _ in running if len(chain.token_ids) < chain.length]
+        chains = [self._open(sequence) for sequence in sequences]
+        groups: dict[int, list[_Chain]] = defaultdict(list)
+        for chain in chains:
+            groups[self.depth(chain.sequence.params)].append(chain)
+        for layer, group in groups.items():
+            self._draft(layer, group)
         return [self._tree(chain) for chain in chains]
 
-    def reset(self) -> None:
-        self.layer_tokens = 0
+    def _open(self, sequence: Sequence) -> _Chain:
+        length = min(sequence.draft_tokens, sequence.max_depth)
+        return _Chain(sequence, length, end_ids(self.model, sequence.params))
 
-    def _run(self, running: list[tuple[_Chain, list[int]]]) -> Tensor:
+    def _draft(self, layer: int, chains: SequenceOf[_Chain]) -> None:
+        """Make the chains, token by token. The first pass runs what each text has pending."""
+        running = [(chain, chain.sequence.token_ids[chain.sequence.table.length :]) for chain in chains]
+        while running := [(chain, part) for chain, part in running if chain.is_open]:
+            for (chain, _), row in zip(running, self._run(layer, running), strict=True):
+                self._draw(chain, row)
+            running = [(chain, chain.token_ids[-1:]) for chain, _ in running]
+
+    def _run(self, layer: int, running: list[tuple[_Chain, list[int]]]) -> Tensor:
         """Run each chain's next tokens through the first layers; exit logits [chains, vocab] after the last of each."""
         items = [
             BatchItem(part, chain.sequence.table.length + chain.num_run, chain.sequence.table.blocks)
             for chain, part in running
         ]
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
-        hidden = self.model.run(self.model.embed(batch), batch, self.cache, 0, self.exit_layer)
-        self.layer_tokens += batch.num_tokens * self.exit_layer
+        hidden = self.model.run(self.model.embed(batch), batch, self.cache, 0, layer)
+        self.exit.work["draft"] += len(running) * layer
+        self.exit.work["prefill"] += (batch.num_tokens - len(running)) * layer  # pending before the root
         for (chain, part), rows in zip(running, hidden.split([len(part) for _, part in running]), strict=True):
             chain.hidden.append(rows)
             chain.num_run += len(part)
-        ends = torch.tensor(batch.cu_seqlens[1:], device=hidden.device) - 1
-        return (self.head or self.model.logits)(hidden.index_select(0, ends))
+        return self.exit.logits(layer, hidden, batch, [end - 1 for end in batch.cu_seqlens[1:]])
 
     def _draw(self, chain: _Chain, row: Tensor) -> None:
         sequence = chain.sequence
-        q = LogitsPipeline(sequence.params, sequence.num_prompt, for_drafts=True)(
-            row, [*sequence.token_ids, *chain.token_ids]
-        )
+        pipeline = LogitsPipeline(sequence.params, sequence.num_prompt, for_drafts=True)
+        q = predicted(pipeline, row, [*sequence.token_ids, *chain.token_ids])
+        if q is None:
+            chain.length = 0
+            return
         chain.probs.append(q)
         chain.token_ids.append(q.sample(sequence.draft_generator))
 
     def _tree(self, chain: _Chain) -> TokenTree:
         root = chain.sequence.token_ids[-1]
-        if not chain.token_ids:
+        if not chain.hidden:
             return TokenTree.root(root)
         count = len(chain.token_ids) + 1
         return TokenTree(
@@ -111,6 +140,33 @@ class EarlyExitDrafter(Drafter):
             chain.probs,
             (self.name,) * count,
             torch.cat(chain.hidden),
-            self.exit_layer,
+            self.depth(chain.sequence.params),
             num_before=chain.sequence.num_pending - 1,
         )
+
+
+def exits_of(layer: int, head: ExitHead | None, exits: EarlyExits | None) -> EarlyExits:
+    """What a drafter's constructor was given, as one thing."""
+    if head is not None and exits is not None:
+        raise ValueError("head and exits both say what gives logits: give one of them")
+    if exits is not None:
+        return exits
+    return EarlyExits() if head is None else CallableExit(layer, head)
+
+
+def predicted(pipeline: LogitsPipeline, row: Tensor, prefix: SequenceOf[int]) -> Distribution | None:
+    """An exit's distribution after `prefix`; None where the request bans all that the head's vocabulary holds.
+
+    row: [vocab] logits. Raises ValueError for those that are broken.
+    """
+    try:
+        return pipeline(row, prefix)
+    except ValueError:
+        if bool(row.isnan().any()) or not bool((row == -torch.inf).any()):
+            raise
+        return None
+
+
+def end_ids(model: LayeredModel, params: GenerationParams) -> frozenset[int]:
+    """The ids behind which nothing of a request's text is asked for."""
+    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.eos_token_ids)

@@ -11,16 +11,13 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import pairwise
-from numbers import Integral
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from ..modules.acceptance import Distribution, Verdict, verify
@@ -29,18 +26,18 @@ from ..modules.kv_cache import CacheTable
 from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline, logprobs, make_generator
 from ..modules.token_tree import TokenTree
-from .drafter import Drafter, Observation
+from .drafter import Drafter, Observation, SomeFailed
+from .intake import Intake, paired
+from .mailbox import Mailboxes
 from .memory import blocks_within
 from .request import Completion, GenerationParams, Prompt, Sequence, StreamChunk, TokenLogprob, TokenOrigin
 from .scheduler import Scheduled, Scheduler
+from .segments import Share, run_segments
 from .stats import EngineStats
 from .target import Exact, TargetRule
-from .text import TextStream, cut_block
+from .text import TextStream, cut_block, special_ids
 
 logger = logging.getLogger(__name__)
-
-MAX_DRAFT_TOKENS = 1024
-"""Largest proposal a request may ask for: room for all of it is reserved, at the cost of younger requests."""
 
 
 class _Ended(Exception):
@@ -108,24 +105,32 @@ class Engine:
         strict: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.strict = model, tokenizer, strict
-        self.drafters = {drafter.name: drafter for drafter in (Drafter(), *drafters)}
+        self.drafters = {Drafter.name: Drafter()} | _by_name(drafters)
         self.default_method = self._known_method(default_method)
         self.draft_tokens = draft_tokens
         self.target_rule = target_rule or Exact()
+        self.exits = list(dict.fromkeys(exits for drafter in self.drafters.values() for exits in drafter.exits))
+        extra_layers = [len(exits.context_layers) for exits in self.exits]
         if num_blocks is None:
-            num_blocks = blocks_within(model, block_size, max_num_seqs, kv_memory)
-        self.cache = model.new_cache(num_blocks, block_size, prefix_caching)
+            num_blocks = blocks_within(model, block_size, max_num_seqs, kv_memory, extra_layers=sum(extra_layers))
+        self.cache = model.new_cache(num_blocks, block_size, prefix_caching, sum(extra_layers))
+        for index, exits in enumerate(self.exits):
+            exits.attach(model, self.cache, model.num_layers + sum(extra_layers[:index]))
         for drafter in self.drafters.values():
             drafter.attach(model, self.cache)
         self.max_length = min(max_length or model.max_positions, model.max_positions, self.cache.num_slots)
+        self._intake = Intake(tokenizer, model.vocab_size, self.max_length)
         self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds, self._scratch)
         self.stats = EngineStats()
         self._decoding: dict[int, _Decoding] = {}
         self._full: list[Sequence] = []  # waiting texts that may not grow
         self._live: Counter[str] = Counter()  # texts of each request that have not ended
         self._sequence_ids, self._request_ids = itertools.count(), itertools.count()
-        self._undelivered: list[StreamChunk] = []  # of requests that no stream waits for
-        self._streamed: dict[str, list[StreamChunk]] = {}  # per request of an open stream
+        self._silent_ids = special_ids(tokenizer)
+        self._mail = Mailboxes()
+        for drafter in self.drafters.values():
+            for one in _with_wrapped(drafter):
+                one.taken = True
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -134,12 +139,8 @@ class Engine:
         params = params or GenerationParams()
         method = self._known_method(params.method or self.default_method)
         prompt_ids = self.encode(prompt)
-        if params.stop:
-            self._need_tokenizer("stop")
-        if (params.draft_tokens or 0) > MAX_DRAFT_TOKENS:
-            raise ValueError(f"draft_tokens must be at most {MAX_DRAFT_TOKENS}, got {params.draft_tokens}")
-        for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            self._check_ids(name, token_ids)
+        self._intake.check(params)
+        self.drafters[method].check(params)
         if request_id is None:
             names = (f"request-{number}" for number in self._request_ids)
             request_id = next(name for name in names if name not in self._live)
@@ -163,7 +164,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running or self._undelivered)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._mail.has_rest)
 
     def generate(
         self,
@@ -187,31 +188,21 @@ class Engine:
         request_ids: filled with the ids given to the prompts, in their order. Requests added otherwise run along, and
         their chunks come out of the next `step`.
         """
-        each: list[Prompt] = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
-        if not (params is None or isinstance(params, GenerationParams | list | tuple)):
-            raise ValueError(f"params must be GenerationParams, or a list with one for each prompt, got {params!r}")
-        one = params if params is None or isinstance(params, GenerationParams) else None
-        many = list(params) if isinstance(params, list | tuple) else [one] * len(each)
-        if len(many) != len(each):
-            raise ValueError(f"params must be one or as many as prompts ({len(each)}), got {len(many)}")
         mine = request_ids if request_ids is not None else []
         try:
-            for prompt, one in zip(each, many, strict=True):
+            for prompt, one in paired(prompts, params):
                 mine.append(self.add(prompt, one))
-                self._streamed[mine[-1]] = []
+                self._mail.open(mine[-1])
             while True:
-                ready = [chunk for request_id in mine for chunk in self._streamed[request_id]]
-                for request_id in mine:
-                    self._streamed[request_id].clear()
+                ready = self._mail.take(mine)
                 yield from ready
                 if not ready and not self._live.keys() & set(mine):
                     return
                 if not ready:
-                    self._undelivered += self._advance()
+                    self._mail.deliver(self._pass())
         finally:
             self._cancel(set(mine))
-            for request_id in mine:
-                self._streamed.pop(request_id, None)
+            self._mail.close(mine)
 
     def reset(self) -> None:
         """Forget what was learned and cached from finished requests; a used engine then behaves as a fresh one."""
@@ -222,18 +213,7 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text, ids, or chat messages. Raises ValueError when it is empty or too long."""
-        if isinstance(prompt, str):
-            token_ids = list(self._need_tokenizer("a text prompt")(prompt).input_ids)
-        elif isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
-            token_ids = self._encode_messages(prompt)
-        else:
-            token_ids = _as_ids(prompt)
-        if not token_ids:
-            raise ValueError("prompt must hold at least one token, got none")
-        self._check_ids("prompt", token_ids)
-        if len(token_ids) > self.max_length:
-            raise ValueError(f"prompt has {len(token_ids)} tokens; the longest text here is {self.max_length}")
-        return token_ids
+        return self._intake.encode(prompt)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -242,16 +222,8 @@ class Engine:
 
         What belongs to an open `stream` comes out there instead.
         """
-        new = self._advance()
-        chunks, self._undelivered = [*self._undelivered, *new], []
-        return chunks
-
-    def _advance(self) -> list[StreamChunk]:
-        """One pass; puts what open streams wait for into their boxes and returns the rest."""
-        rest: list[StreamChunk] = []
-        for chunk in self._pass():
-            self._streamed.get(chunk.request_id, rest).append(chunk)
-        return rest
+        self._mail.deliver(self._pass())
+        return self._mail.take_rest()
 
     @torch.inference_mode()
     def _pass(self) -> list[StreamChunk]:
@@ -266,7 +238,7 @@ class Engine:
         items = [step.item for step in steps]
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
         drafted = time.perf_counter()
-        logits, layer_tokens = self._run(batch, steps)
+        logits = self._run(batch, steps)
         ran = time.perf_counter()
         verdicts = [self._verify(step, rows) for step, rows in zip(steps, logits, strict=True)]
         verified = time.perf_counter()
@@ -279,7 +251,6 @@ class Engine:
             drafting=(drafted - scheduled) + (observed - verified),
             model=ran - drafted,
             verifying=(verified - ran) + (ended - observed) + (scheduled - started),
-            layer_tokens=layer_tokens,
         )
         return chunks
 
@@ -294,15 +265,26 @@ class Engine:
             for sequence in group:
                 sequence.stats.draft_calls += 1
             try:
-                proposed = self.drafters[name].propose(group)
-                checked = [self._checked(s, tree) for s, tree in zip(group, proposed, strict=True)]
+                outcomes = list(zip(group, self._outcomes(name, group), strict=True))
             except Exception as error:
                 self._drafter_failed(name, group, error)
                 continue
-            trees.update({s.sequence_id: tree for s, tree in zip(group, checked, strict=True)})
+            for sequence, outcome in outcomes:
+                try:
+                    trees[sequence.sequence_id] = self._checked(sequence, outcome)
+                except Exception as error:
+                    self._drafter_failed(name, [sequence], error)
         return trees
 
-    def _checked(self, sequence: Sequence, tree: TokenTree) -> TokenTree:
+    def _outcomes(self, name: str, group: list[Sequence]) -> SequenceOf[TokenTree | Exception]:
+        try:
+            return self.drafters[name].propose(group)
+        except SomeFailed as failed:
+            return failed.outcomes
+
+    def _checked(self, sequence: Sequence, tree: TokenTree | Exception) -> TokenTree:
+        if isinstance(tree, Exception):
+            raise tree
         if tree.token_ids[0] != sequence.token_ids[-1]:
             raise ValueError(
                 f"a proposal's root must be the last token {sequence.token_ids[-1]}, got {tree.token_ids[0]}"
@@ -319,41 +301,24 @@ class Engine:
         for sequence in group:
             sequence.stats.draft_failures += 1
 
-    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> tuple[list[Tensor], int]:
-        """Per step the logits [nodes, vocab] of its proposal, root first (mid-prefill: none); and the layer-tokens run.
+    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> list[Tensor]:
+        """Per step the logits [nodes, vocab] of its proposal, root first (mid-prefill: none).
 
         Tokens that a drafter has run through the first layers join where it stopped: each token passes each layer once.
         """
-        hidden, layer_tokens = self.model.embed(batch), 0
-        for step, start in zip(steps, batch.cu_seqlens, strict=False):
-            if step.tree is not None and step.tree.hidden is not None:
-                hidden[start : start + step.tree.num_run] = step.tree.hidden
-        joins = {step.tree.depth for step in steps if step.tree is not None and step.tree.num_run}
-        for first, last in pairwise(sorted({0, *joins, self.model.num_layers})):
-            rows, part = self._rows_at(first, batch, steps)
-            if part is None:
-                continue
-            ran = self.model.run(hidden if rows is None else hidden[rows], part, self.cache, first, last)
-            hidden = ran if rows is None else hidden.index_copy(0, rows, ran)
-            layer_tokens += part.num_tokens * (last - first)
-        return self._logits(hidden, batch, steps), layer_tokens
+        shares = [self._share(step) for step in steps]
+        ran = run_segments(self.model, self.cache, shares, batch, self.model.num_layers)
+        self.stats.record_work({"full": ran.layer_tokens, "prefill": ran.prefill_layer_tokens})
+        for exits in self.exits:
+            self.stats.record_work(exits.take_work())
+        return self._logits(ran.hidden, batch, steps)
 
-    def _rows_at(self, layer: int, batch: RaggedBatch, steps: list[_Step]) -> tuple[Tensor | None, RaggedBatch | None]:
-        """The tokens that run at this layer: their rows and their batch; (None, the whole batch) when all do."""
-        skips = [0 if step.tree is None or step.tree.depth <= layer else step.tree.num_run for step in steps]
-        if not any(skips):
-            return None, batch
-        parts = [step.item.after(skip) for step, skip in zip(steps, skips, strict=True)]
-        rows = [
-            row
-            for start, end, skip in zip(batch.cu_seqlens, batch.cu_seqlens[1:], skips, strict=False)
-            for row in range(start + skip, end)
-        ]
-        if not rows:
-            return None, None
-        device = self.model.device
-        items = [part for part in parts if part.token_ids]
-        return torch.tensor(rows, device=device), RaggedBatch.build(items, self.cache.block_size, device)
+    def _share(self, step: _Step) -> Share:
+        sequence, tree = step.scheduled.sequence, step.tree
+        taps = self._decoding[sequence.sequence_id].drafter.taps(sequence.params)
+        if tree is None:
+            return Share(step.item, taps=taps, num_before=step.scheduled.num_tokens)
+        return Share(step.item, tree.hidden, tree.depth, taps, step.scheduled.num_tokens - 1)
 
     def _logits(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> list[Tensor]:
         rows: list[int] = []
@@ -389,10 +354,10 @@ class Engine:
         except _Ended:
             pass
         except Exception as error:  # a user's logits processor, or logits without a distribution: its neighbours go on
-            sequence.error = f"{type(error).__name__}: {error}"
             if len(visited) == 1:
-                sequence.finish_reason = "error"
+                sequence.fail(error)
                 return None
+            sequence.error = f"{type(error).__name__}: {error}"
         return Verdict(visited, tree.token_ids[visited[-1]], corrected=False)  # what follows the path is not emitted
 
     def _observe(self, steps: list[_Step], verdicts: list[Verdict | None], logits: list[Tensor]) -> None:
@@ -421,7 +386,7 @@ class Engine:
                 sequence.stats.prefill_passes += 1
                 sequence.stats.prefill_tokens += count
             else:
-                text, token_ids = self._emit(step, verdict, rows)
+                text, token_ids = self._emit_or_end(step, verdict, rows)
                 emitted.append((sequence, text, token_ids))
                 accepted = min(verdict.num_accepted, len(token_ids))
                 offsets += [count - 1 + node for node in verdict.path[1 : accepted + 1]]
@@ -432,6 +397,14 @@ class Engine:
             self.cache.index_full_blocks(sequence.table, sequence.token_ids)
         return [self._chunk(sequence, text, token_ids) for sequence, text, token_ids in emitted]
 
+    def _emit_or_end(self, step: _Step, verdict: Verdict, rows: Tensor) -> tuple[str, list[int]]:
+        """`_emit`; what goes wrong in it, in making text for example, ends this sequence and no other."""
+        try:
+            return self._emit(step, verdict, rows)
+        except Exception as error:
+            step.scheduled.sequence.fail(error)
+            return "", []
+
     def _emit(self, step: _Step, verdict: Verdict, rows: Tensor) -> tuple[str, list[int]]:
         """Append what the verdict emits, up to a stop; returns the text that became certain and the ids."""
         sequence, tree = step.scheduled.sequence, step.tree
@@ -440,6 +413,7 @@ class Engine:
         block = [tree.token_ids[node] for node in verdict.path[1:]]
         block += [verdict.next_token] if sequence.error is None else []
         room = min(params.max_new_tokens - sequence.num_emitted, self.max_length - len(sequence.token_ids))
+        values = [] if params.logprobs is None else _logprobs(rows, verdict, block, params.logprobs)
         token_ids, text, sequence.finish_reason = cut_block(block, decoding.stop_ids, room, decoding.text)
         if sequence.error is not None and sequence.finish_reason is None:
             sequence.finish_reason = "error"
@@ -449,9 +423,7 @@ class Engine:
             sequence.stats.seconds_to_first_token = time.perf_counter() - sequence.arrived
         sequence.token_ids.extend(token_ids)
         sequence.origins.extend(_origins(tree, verdict, decoding.drafter.name)[: len(token_ids)])
-        if params.logprobs is not None:
-            for node, token_id in zip(verdict.path, token_ids, strict=False):
-                sequence.logprobs.append(TokenLogprob(*logprobs(rows[node], token_id, params.logprobs)))
+        sequence.logprobs.extend(values[: len(token_ids)])
         sequence.stats.record_pass(
             num_drafted=tree.num_drafted,
             max_depth=max(tree.depths),
@@ -478,19 +450,23 @@ class Engine:
             len(ids),
             make_generator(params.seed, index, self.model.device),
             make_generator(params.seed, index, self.model.device, stream=1),
-            CacheTable(params.namespace),
+            CacheTable(self._namespace(method, params)),
             index,
         )
         self._decoding[sequence.sequence_id] = _Decoding(
             self.drafters[method],
             LogitsPipeline(params, len(ids)),
-            TextStream(self.tokenizer, params.stop),
+            TextStream(self.tokenizer, params.stop, self._silent_ids),
             frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.model.eos_token_ids),
         )
         self._live[request_id] += 1
         self.scheduler.add(sequence)
         if min(params.max_new_tokens, self.max_length - len(ids)) <= 0:
             self._full.append(sequence)
+
+    def _namespace(self, method: str, params: GenerationParams) -> object:
+        """Texts share cached prefixes where the same heads have seen them, and only within the user's namespace."""
+        return params.namespace, self.drafters[method].taps(params)
 
     def _finish_without_running(self) -> list[StreamChunk]:
         """Texts that may not grow: max_new_tokens 0, or a prompt that fills the context."""
@@ -503,7 +479,10 @@ class Engine:
     def _finish(self, sequence: Sequence, text: str = "", token_ids: SequenceOf[int] = ()) -> StreamChunk:
         assert sequence.finish_reason is not None
         decoding = self._decoding.pop(sequence.sequence_id)
-        text += decoding.text.finish()
+        try:
+            text += decoding.text.finish()
+        except Exception as error:
+            sequence.fail(error)
         self.scheduler.remove(sequence)
         self._live[sequence.request_id] -= 1
         if not self._live[sequence.request_id]:
@@ -533,11 +512,12 @@ class Engine:
         if wanted is None:
             wanted = self.draft_tokens
         if wanted is None:
-            wanted = self._decoding[sequence.sequence_id].drafter.default_draft_tokens()
+            wanted = self._decoding[sequence.sequence_id].drafter.draft_tokens_for(sequence.params)
         return (wanted, room - 1) if room > 1 and wanted > 0 else (0, 0)
 
     def _scratch(self, sequence: Sequence) -> int:
-        return self._decoding[sequence.sequence_id].drafter.scratch_tokens(sequence.draft_tokens)
+        drafter = self._decoding[sequence.sequence_id].drafter
+        return drafter.scratch_tokens(sequence.draft_tokens, sequence.params)
 
     # -- self-checks and helpers ---------------------------------------------------------------------------------
 
@@ -558,44 +538,31 @@ class Engine:
             raise ValueError(f"method {method!r} is not loaded; valid here: {', '.join(self.drafters)}{hint}")
         return method
 
-    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < self.model.vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"{name}: token ids must be in [0, {self.model.vocab_size}), got {wrong}")
 
-    def _need_tokenizer(self, what: str) -> Any:
-        if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, and this engine has none; pass token ids")
-        return self.tokenizer
-
-    def _encode_messages(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
-        tokenizer = self._need_tokenizer("a list of messages")
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError(
-                "messages need a chat template and this tokenizer has none; set --chat-template or use prompt"
-            )
-        try:
-            encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-        return list(encoded["input_ids"])
+def _by_name(drafters: SequenceOf[Drafter]) -> dict[str, Drafter]:
+    """Raises ValueError for two drafters of one name, and for one that an engine has: their state is of one engine."""
+    by_name: dict[str, Drafter] = {}
+    for drafter in drafters:
+        if drafter.name in by_name:
+            raise ValueError(f"drafters must have names of their own, got {drafter.name!r} twice")
+        if any(one.taken for one in _with_wrapped(drafter)):
+            raise ValueError(f"drafter {drafter.name!r} belongs to another engine; make a new one for this engine")
+        by_name[drafter.name] = drafter
+    return by_name
 
 
-def _as_ids(prompt: Any) -> list[int]:
-    """Token ids from a list, tuple or array of integers. Raises ValueError for anything else."""
-    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(values, list | tuple) or any(isinstance(v, bool) or not isinstance(v, Integral) for v in values):
-        raise ValueError(f"prompt must be a text, token ids or messages, got {prompt!r:.80}")
-    return [int(value) for value in values]
+def _with_wrapped(drafter: Drafter) -> Iterator[Drafter]:
+    """A drafter and those it draws on."""
+    yield drafter
+    for value in vars(drafter).values():
+        if isinstance(value, Drafter):
+            yield from _with_wrapped(value)
 
 
-def _is_single(prompts: Any) -> bool:
-    """Whether this is one prompt (a text, ids, messages) rather than a list of them."""
-    if isinstance(prompts, str) or getattr(prompts, "ndim", None) == 1:
-        return True
-    if not isinstance(prompts, list | tuple) and not hasattr(prompts, "ndim"):
-        raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}")
-    return bool(len(prompts)) and isinstance(prompts[0], Integral | dict)
+def _logprobs(rows: Tensor, verdict: Verdict, block: SequenceOf[int], top: int) -> list[TokenLogprob]:
+    """Of each token of a block, from the row of the node that it follows."""
+    pairs = zip(verdict.path, block, strict=False)
+    return [TokenLogprob(*logprobs(rows[node], token_id, top)) for node, token_id in pairs]
 
 
 def _origins(tree: TokenTree, verdict: Verdict, drafter: str) -> list[TokenOrigin]:

@@ -10,25 +10,31 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .build import EngineOptions, RequestOptions, build_engine, option, prepare
+from .build import EngineOptions, RequestOptions, build_engine, check_request, option, prepare
 
 if TYPE_CHECKING:
     from .build import Prepared
     from .engine import Engine
-    from .jobs import Job
+    from .jobs import Job, Results
     from .request import Completion
 
 
 @dataclass(kw_only=True)
-class GenerateOptions(RequestOptions, EngineOptions):
+class AnswerOptions(RequestOptions, EngineOptions):
+    """What prompts become."""
+
+    overwrite: bool = option(False, "begin the output anew")
+    chat: bool | None = option(None, "prompts are a user's messages; if unset, when there is a chat template")
+    system: str | None = option(None, "system message of every chat")
+
+
+@dataclass(kw_only=True)
+class GenerateOptions(AnswerOptions):
     """What to generate, and where it goes."""
 
     prompt: str | None = option(None, "one prompt, answered on standard output")
     input: str | None = option(None, 'JSONL file of {"id"?, "prompt" | "messages" | "token_ids", ...request fields}')
     output: str | None = option(None, "JSONL file of results; a second run continues it")
-    overwrite: bool = option(False, "begin the output anew")
-    chat: bool | None = option(None, "prompts are a user's messages; if unset, when there is a chat template")
-    system: str | None = option(None, "system message of every chat")
     stream: bool = option(False, "print text as it is decoded; in colour by origin on a terminal")
     json: bool = option(False, "print JSON rows instead of text")
 
@@ -57,26 +63,27 @@ def _check_combination(options: GenerateOptions) -> None:
         raise ValueError(f"--output must be another file than --input {options.input!r}")
 
 
-def _start(options: GenerateOptions, jobs: Sequence[Job]) -> tuple[Engine, list[Job]]:
-    """The engine, and the jobs with the prompts they are run with."""
-    prepared, sent = _prepared(options, jobs)
-    return build_engine(prepared), sent
-
-
-def _prepared(options: GenerateOptions, jobs: Sequence[Job]) -> tuple[Prepared, list[Job]]:
+def prepared_jobs(options: AnswerOptions, jobs: Sequence[Job]) -> tuple[Prepared, list[Job]]:
     """All that can be checked without weights."""
-    from .jobs import as_sent
+    from .jobs import as_sent, check_each
 
     methods = [options.method, *(job.params.method for job in jobs if job.params.method is not None)]
     prepared = prepare(options, list(dict.fromkeys(methods)))
-    has_template = bool(getattr(prepared.tokenizer, "chat_template", None))
-    sent = as_sent(jobs, has_template if options.chat is None else options.chat, options.system)
+    sent = as_sent(jobs, prepared.is_chat(options.chat), options.system)
     needy = next((job for job in sent if job.is_messages), None)
-    if needy is not None and not has_template:
+    if needy is not None and not prepared.has_template:
         raise ValueError(
             f"{needy.where} is a chat, but the tokenizer of {options.model} has no chat template; "
             "give one with --chat-template FILE, or use a raw prompt without --chat"
         )
+    intake = prepared.intake()
+
+    def check(job: Job) -> None:
+        check_request(prepared, job.params)
+        intake.check(job.params)
+        intake.encode(job.prompt)
+
+    check_each(sent, check)
     return prepared, sent
 
 
@@ -85,7 +92,8 @@ def _generate_one(options: GenerateOptions) -> None:
     from .terminal import summary
 
     assert options.prompt is not None
-    engine, jobs = _start(options, [Job("prompt", "", "--prompt", options.prompt, options.params())])
+    ready, jobs = prepared_jobs(options, [Job("prompt", "", "--prompt", options.prompt, options.params())])
+    engine = build_engine(ready)
     if options.stream:
         completions = _stream(options, engine, jobs[0])
     else:
@@ -131,26 +139,33 @@ def _generate_file(options: GenerateOptions) -> None:
     assert options.input is not None
     assert options.output is not None
     jobs = read_jobs(options.input, options.params())
-    if options.overwrite:
-        _prepared(options, jobs)  # refuses what it can before results of an earlier run are gone
-    results = Results(options.output, jobs, _settings(options), options.overwrite)
+    # refuses what it can before results of an earlier run are gone
+    prepared = prepared_jobs(options, jobs) if options.overwrite else None
+    results = Results(options.output, jobs, shaping_settings(options), options.overwrite)
     try:
         if results.missing:
-            _run_missing(options, results, len(jobs))
+            run_missing(options, results, len(jobs), prepared)
         else:
             print(f"speclight: {options.output} is complete: nothing left to do", file=sys.stderr)
     finally:
         results.close()
 
 
-def _run_missing(options: GenerateOptions, results: Any, total: int) -> None:
+def run_missing(
+    options: AnswerOptions, results: Results, total: int, prepared: tuple[Prepared, list[Job]] | None = None
+) -> None:
+    """Answer what has no result yet, with a progress bar; what an interruption leaves is done by the next run.
+
+    prepared: what `prepared_jobs` has made of the missing jobs, if it was called.
+    """
     from tqdm import tqdm
 
     from .jobs import run_jobs
     from .terminal import summary
 
     done = total - len(results.missing)
-    engine, jobs = _start(options, results.missing)
+    ready, jobs = prepared or prepared_jobs(options, results.missing)
+    engine = build_engine(ready)
     completions: list[Completion] = []
     with tqdm(total=total, initial=done, unit="prompt", disable=None) as bar:
         try:
@@ -162,10 +177,10 @@ def _run_missing(options: GenerateOptions, results: Any, total: int) -> None:
             bar.close()
             print(f"speclight: {bar.n} of {total} prompts are done; the same command continues", file=sys.stderr)
             raise
-    print(f"speclight: {options.output}: {summary(completions)}", file=sys.stderr)
+    print(f"speclight: {results.path}: {summary(completions)}", file=sys.stderr)
 
 
-def _settings(options: GenerateOptions) -> dict[str, Any]:
+def shaping_settings(options: AnswerOptions) -> dict[str, Any]:
     """What shapes the results: they may not change while a file is being filled."""
     shaping = {item.name: getattr(options, item.name) for item in fields(RequestOptions)}
     for name in ("model", "draft_model"):
@@ -173,8 +188,12 @@ def _settings(options: GenerateOptions) -> dict[str, Any]:
         shaping[name] = str(Path(value).resolve()) if value is not None and Path(value).exists() else value
     for name in ("dtype", "draft_temperature", "chat", "system"):
         shaping[name] = getattr(options, name)
-    for drafter in ("logitspec", "prompt_lookup"):
+    for drafter in ("logitspec", "prompt_lookup", "early_exit", "hispec"):
         shaping |= {f"{drafter}.{name}": value for name, value in asdict(getattr(options, drafter)).items()}
+    if options.bundle is not None:
+        from .bundles import bundle_digest
+
+        shaping["bundle"] = bundle_digest(options.bundle)
     if options.chat_template is not None:
         shaping["chat_template"] = hashlib.sha256(Path(options.chat_template).read_bytes()).hexdigest()[:16]
     return shaping

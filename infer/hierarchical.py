@@ -3,11 +3,15 @@
 A drafter that wraps a drafter. In rounds, the inner one proposes, layers up to L_i run what it did not, and the
 acceptance rule verifies against the intermediate's distribution p_i. Every token that comes out, accepted or drawn from
 the residual, is distributed as p_i given its prefix, so the chain is handed on with p_i, never with the inner draft's
-q: that is what keeps the last stage exact.
+q: that is what keeps the last stage exact. When a window is full depends on its own past alone, and so does not either.
+
+In a batch, windows that are full wait for those that are not, and then all go to the full model together. A window is
+thus the same whatever runs beside it, and a seeded text too.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
@@ -21,27 +25,37 @@ from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter, Observation
-from .early_exit import ExitHead
-from .request import Sequence
+from .early_exit import end_ids, exits_of, predicted
+from .exits import EarlyExits, ExitHead, Tap
+from .request import GenerationParams, Sequence
+from .segments import Share, run_segments
+
+
+class _Ended(Exception):
+    """A verified path has reached a token behind which nothing can be proposed."""
 
 
 @dataclass
 class _Window:
     """One sequence's tentative tokens V.
 
-    goal: tokens after which the window is handed on; cap: tokens it may never exceed.
+    layer: L_i. inner_tokens: N_d. goal: tokens after which the window is handed on (N_i); cap: tokens it may never
+        exceed. ends: ids that end the text.
     shadow: the sequence as the inner drafter sees it: V at the end of its text, its table counting what layers up to
-        L_i
-        have run. hidden: rows after L_i, in order. probs: p_i of each token of V.
+        L_i have run. hidden: rows after L_i, in order. probs: p_i of each token of V. ended: nothing can follow V.
     """
 
     sequence: Sequence
     shadow: Sequence
     pipeline: LogitsPipeline
+    layer: int
+    inner_tokens: int
     goal: int
     cap: int
+    ends: frozenset[int]
     probs: list[Distribution] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
+    ended: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -49,15 +63,39 @@ class _Window:
 
     @property
     def is_open(self) -> bool:
-        return len(self.token_ids) < min(self.goal, self.cap)
+        return not self.ended and len(self.token_ids) < min(self.goal, self.cap)
+
+
+@dataclass
+class _Round:
+    """A window's inner proposal. hidden: [rows, hidden] after L_i of its new tokens; logits: [nodes, vocab] there."""
+
+    window: _Window
+    tree: TokenTree
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+
+    @property
+    def item(self) -> BatchItem:
+        """The shadow's pending tokens with the proposal behind them."""
+        shadow, tree = self.window.shadow, self.tree
+        start = shadow.table.length
+        pending = shadow.token_ids[start:]
+        parents = None
+        if not tree.is_chain:
+            parents = [*range(-1, len(pending) - 1), *(parent + len(pending) - 1 for parent in tree.parents[1:])]
+        return BatchItem([*pending, *tree.token_ids[1:]], start, shadow.table.blocks, parents)
 
 
 class HierarchicalDrafter(Drafter):
     """Proposes windows of at least `window` tokens (N_i) that layer `exit_layer` (L_i) stands behind.
 
     inner: where its drafts come from, at or below that layer: an EarlyExitDrafter for HiSpec, or a lookup.
-    inner_tokens: size of the inner proposals, None takes the inner drafter's own. head: the exit head at L_i; None
-    takes the model's final norm and unembedding.
+    inner_tokens: size of the inner proposals (N_d), None takes the inner drafter's own. head, exits: see
+    EarlyExitDrafter.
+
+    A request may set `verify_layer`, `window` and `inner_draft_tokens`, and what the inner drafter reads; its
+    `draft_tokens` bound a window. Windows end with a token that ends the text.
 
     Raises ValueError, when it is given to an engine, for an exit layer that the model does not have.
     """
@@ -69,32 +107,52 @@ class HierarchicalDrafter(Drafter):
         window: int = 4,
         inner_tokens: int | None = None,
         head: ExitHead | None = None,
+        exits: EarlyExits | None = None,
     ) -> None:
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
-        self.inner, self.exit_layer, self.window, self.head = inner, exit_layer, window, head
         self.inner_tokens = inner.default_draft_tokens() if inner_tokens is None else inner_tokens
+        for name, value in (("window", window), ("inner_tokens", self.inner_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.inner, self.exit_layer, self.window = inner, exit_layer, window
+        self.exit = exits_of(exit_layer, head, exits)
+        self.exits = (self.exit, *inner.exits)
         self.name = "hispec" if inner.name == "early-exit" else f"hispec+{inner.name}"
-        self.layer_tokens = 0
 
     def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
-        if not 1 <= self.exit_layer <= model.num_layers:
-            raise ValueError(f"exit_layer must be in [1, {model.num_layers}], got {self.exit_layer}")
+        self.exit.check("exit_layer", self.exit_layer)
         self.model, self.cache = model, cache
         self.inner.attach(model, cache)
+        self.check(GenerationParams())
+
+    def check(self, params: GenerationParams) -> None:
+        self.inner.check(params)
+        layer, below = self.depth(params), self.inner.depth(params)
+        self.exit.check("verify_layer", layer)
+        if below > layer:
+            raise ValueError(f"draft_layer must be at most verify_layer, got {below} above {layer}")
+
+    def taps(self, params: GenerationParams) -> frozenset[Tap]:
+        return self.exit.taps(self.depth(params)) | self.inner.taps(params)
+
+    def depth(self, params: GenerationParams) -> int:
+        return self.exit_layer if params.verify_layer is None else params.verify_layer
 
     def default_draft_tokens(self) -> int:
-        return self.window + self.inner_tokens  # the last round begins when a token is lacking
+        return self.draft_tokens_for(GenerationParams())
 
-    def scratch_tokens(self, draft_tokens: int) -> int:
+    def draft_tokens_for(self, params: GenerationParams) -> int:
+        """The last round begins when a token is lacking, and adds a whole inner proposal and one token."""
+        return self._window_of(params) + self._inner_tokens_of(params)
+
+    def scratch_tokens(self, draft_tokens: int, params: GenerationParams) -> int:
         """A window, and an inner proposal begun when it lacked one token."""
-        return draft_tokens + self.inner.scratch_tokens(self.inner_tokens) if draft_tokens else 0
+        return draft_tokens + self.inner.scratch_tokens(self._inner_tokens_of(params), params) if draft_tokens else 0
 
     @torch.inference_mode()
     def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
         windows = [self._open(sequence) for sequence in sequences]
         while running := [window for window in windows if window.is_open]:
-            self._round(running)
+            self._advance(running)
         return [self._tree(window) for window in windows]
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
@@ -104,88 +162,119 @@ class HierarchicalDrafter(Drafter):
         self.inner.release(sequence_id)
 
     def reset(self) -> None:
-        self.layer_tokens = 0
         self.inner.reset()
 
-    def _open(self, sequence: Sequence) -> _Window:
-        table = CacheTable(blocks=sequence.table.blocks, length=sequence.table.length)
-        shadow = replace(sequence, token_ids=list(sequence.token_ids), table=table, num_tentative=0)
-        pipeline = LogitsPipeline(sequence.params, sequence.num_prompt, for_drafts=True)
-        return _Window(sequence, shadow, pipeline, self.window, min(sequence.draft_tokens, sequence.max_depth))
+    def _window_of(self, params: GenerationParams) -> int:
+        return self.window if params.window is None else params.window
 
-    def _round(self, windows: list[_Window]) -> None:
+    def _inner_tokens_of(self, params: GenerationParams) -> int:
+        return self.inner_tokens if params.inner_draft_tokens is None else params.inner_draft_tokens
+
+    def _open(self, sequence: Sequence) -> _Window:
+        params = sequence.params
+        table = CacheTable(blocks=sequence.table.blocks, length=sequence.table.length)
+        return _Window(
+            sequence,
+            replace(sequence, token_ids=list(sequence.token_ids), table=table, num_tentative=0),
+            LogitsPipeline(params, sequence.num_prompt, for_drafts=True),
+            self.depth(params),
+            self._inner_tokens_of(params),
+            self._window_of(params),
+            min(sequence.draft_tokens, sequence.max_depth),
+            end_ids(self.model, params),
+        )
+
+    def _advance(self, windows: list[_Window]) -> None:
         """One inner proposal per window, verified by the intermediate layer."""
+        rounds = self._inner_rounds(windows)
+        groups: dict[int, list[_Round]] = defaultdict(list)
+        for one in rounds:
+            groups[one.window.layer].append(one)
+        for layer, group in groups.items():
+            self._run(layer, group)
+        self.inner.observe([self._settle(one) for one in rounds])
+
+    def _inner_rounds(self, windows: list[_Window]) -> list[_Round]:
         for window in windows:
-            window.shadow.draft_tokens = self.inner_tokens
+            window.shadow.draft_tokens = window.inner_tokens
             window.shadow.max_depth = window.cap - len(window.token_ids) - 1
         trees = self.inner.propose([window.shadow for window in windows])
-        trees = [
-            tree.clipped(window.shadow.max_depth, self.inner_tokens + 1)
+        return [
+            _Round(window, tree.clipped(window.shadow.max_depth, window.inner_tokens + 1))
             for window, tree in zip(windows, trees, strict=True)
         ]
-        hidden = self._run(windows, trees)
-        ends = [rows[-len(tree) :] for rows, tree in zip(hidden, trees, strict=True)]
-        logits = (self.head or self.model.logits)(torch.cat(ends)).split([len(tree) for tree in trees])
-        observations = []
-        for window, tree, rows, states in zip(windows, trees, logits, hidden, strict=True):
-            verdict = self._verify(window, tree, rows)
-            observations.append(Observation(window.shadow, tree, verdict, rows))
-            self._extend(window, tree, verdict, states)
-        self.inner.observe(observations)
 
-    def _run(self, windows: list[_Window], trees: list[TokenTree]) -> list[Tensor]:
-        """Per window the rows after L_i of its new tokens: those pending before the root, the root, all nodes."""
-        items = [_item(window.shadow, tree) for window, tree in zip(windows, trees, strict=True)]
-        rows = self._first_layers(items, trees)
-        depth = max(tree.depth for tree in trees)
-        if depth == self.exit_layer:
-            return rows
-        batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
-        hidden = self.model.run(torch.cat(rows), batch, self.cache, depth, self.exit_layer)
-        self.layer_tokens += batch.num_tokens * (self.exit_layer - depth)
-        return list(hidden.split([len(item.token_ids) for item in items]))
-
-    def _first_layers(self, items: list[BatchItem], trees: list[TokenTree]) -> list[Tensor]:
-        """Bring every new token to the depth that the inner drafter has run most of them to."""
-        depth = max(tree.depth for tree in trees)
-        rest = [item.after(tree.num_run) for item, tree in zip(items, trees, strict=True)]
-        unrun = [item for item in rest if item.token_ids]
-        assert unrun, "a window's last token has not been run by any layer"
-        batch = RaggedBatch.build(unrun, self.cache.block_size, self.model.device)
-        hidden = self.model.run(self.model.embed(batch), batch, self.cache, 0, depth)
-        self.layer_tokens += batch.num_tokens * depth
-        parts = hidden.split([len(item.token_ids) for item in rest])
-        return [
-            part if tree.hidden is None else torch.cat((tree.hidden, part))
-            for tree, part in zip(trees, parts, strict=True)
+    def _run(self, layer: int, rounds: list[_Round]) -> None:
+        """Bring every new token to `layer`, from where the inner drafter left it, and take the logits of all nodes."""
+        shares = [
+            Share(
+                one.item,
+                one.tree.hidden,
+                one.tree.depth,
+                self.taps(one.window.sequence.params) - self.exit.taps(layer),  # that head sees all of them below
+                one.window.shadow.num_pending - 1,
+            )
+            for one in rounds
         ]
+        batch = RaggedBatch.build([share.item for share in shares], self.cache.block_size, self.model.device)
+        ran = run_segments(self.model, self.cache, shares, batch, layer)
+        self.exit.work["intermediate"] += ran.layer_tokens
+        self.exit.work["prefill"] += ran.prefill_layer_tokens
+        nodes = [range(end - len(one.tree), end) for one, end in zip(rounds, batch.cu_seqlens[1:], strict=True)]
+        logits = self.exit.logits(layer, ran.hidden, batch, [row for rows in nodes for row in rows])
+        for one, start, end in zip(rounds, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+            one.hidden = ran.hidden[start:end]
+        for one, rows in zip(rounds, logits.split([len(one.tree) for one in rounds]), strict=True):
+            one.logits = rows
+
+    def _settle(self, one: _Round) -> Observation:
+        """Verify one inner proposal and put what comes out into the window."""
+        window, tree, rows, hidden = one.window, one.tree, one.logits, one.hidden
+        assert rows is not None and hidden is not None
+        verdict = self._verify(window, tree, rows)
+        emitted = self._extend(window, tree, verdict, hidden)
+        window.sequence.stats.record_inner(tree.num_drafted, max(tree.depths), verdict.num_accepted, emitted)
+        return Observation(window.shadow, tree, verdict, rows)
 
     def _verify(self, window: _Window, tree: TokenTree, rows: Tensor) -> Verdict:
-        prefix = list(window.shadow.token_ids)
+        """The rule under p_i. Where the text can end, or p_i says nothing, the path ends and nothing follows it."""
+        prefix, path = list(window.shadow.token_ids), [0]
         seen: list[Distribution] = []
 
         def target(node: int) -> Distribution:
             if node > 0:
+                path.append(node)
                 prefix.append(tree.token_ids[node])
-            seen.append(window.pipeline(rows[node], prefix))
-            return seen[-1]
+            p = None if node > 0 and prefix[-1] in window.ends else predicted(window.pipeline, rows[node], prefix)
+            if p is None:
+                raise _Ended
+            seen.append(p)
+            return p
 
-        verdict = verify(tree, target, window.sequence.draft_generator)
-        window.probs += seen  # one per node of the path: p_i of the token that followed it
+        try:
+            verdict = verify(tree, target, window.sequence.draft_generator)
+            window.ended = verdict.next_token in window.ends
+        except _Ended:
+            window.ended = True
+            verdict = Verdict(path, tree.token_ids[path[-1]], corrected=False)
+        window.probs += seen  # p_i of each token that comes out: one per node of the path that something follows
         return verdict
 
-    def _extend(self, window: _Window, tree: TokenTree, verdict: Verdict, states: Tensor) -> None:
-        """Append what the intermediate emitted to the window, and keep its rows and cache entries only."""
+    def _extend(self, window: _Window, tree: TokenTree, verdict: Verdict, states: Tensor) -> int:
+        """Put what the intermediate emitted into the window, keep its rows and cache entries only; how many tokens."""
         before = states.shape[0] - len(tree)
         offsets = [*range(before), *(before + node for node in verdict.path)]
         window.hidden.append(states[offsets])
         self.cache.keep([(window.shadow.table, offsets)])
-        window.shadow.token_ids += [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.next_token]
+        emitted = [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.next_token]
+        num_new = len(window.probs) - len(window.token_ids)
+        window.shadow.token_ids += emitted[:num_new]
         window.shadow.num_tentative = len(window.token_ids)
+        return num_new
 
     def _tree(self, window: _Window) -> TokenTree:
         root, drafted = window.sequence.token_ids[-1], window.token_ids
-        if not drafted:
+        if not window.hidden:
             return TokenTree.root(root)
         return TokenTree(
             [root, *drafted],
@@ -193,16 +282,6 @@ class HierarchicalDrafter(Drafter):
             window.probs,
             (self.name,) * (len(drafted) + 1),
             torch.cat(window.hidden),
-            self.exit_layer,
+            window.layer,
             num_before=window.sequence.num_pending - 1,
         )
-
-
-def _item(shadow: Sequence, tree: TokenTree) -> BatchItem:
-    """The shadow's pending tokens with the proposal behind them."""
-    start = shadow.table.length
-    pending = shadow.token_ids[start:]
-    parents = None
-    if not tree.is_chain:
-        parents = [*range(-1, len(pending) - 1), *(parent + len(pending) - 1 for parent in tree.parents[1:])]
-    return BatchItem([*pending, *tree.token_ids[1:]], start, shadow.table.blocks, parents)

@@ -8,17 +8,17 @@ A sidecar file records the settings, so that results of different settings canno
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from .build import check_method, did_you_mean
+from .files import check_unlocked, open_locked, replace_file
+from .jsonl import parse_row, read_jsonl
 from .request import Completion, GenerationParams, Prompt, StreamChunk
 
 PROMPT_KINDS = ("prompt", "messages", "token_ids")
@@ -50,11 +50,8 @@ def read_jobs(path: str | Path, defaults: GenerationParams) -> list[Job]:
     """
     jobs: dict[str | int, Job] = {}
     seen: Counter[str] = Counter()
-    for number, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        job = _located(where, _read_job, where, line, defaults, seen)
+    for where, row in read_jsonl(path):
+        job = _located(where, _read_job, where, row, defaults, seen)
         if job.key in jobs:
             raise ValueError(f"{where}: id {job.key!r} is already that of {jobs[job.key].where}; ids must be unique")
         jobs[job.key] = job
@@ -69,8 +66,7 @@ def _located(where: str, read: Any, *arguments: Any) -> Any:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _read_job(where: str, line: bytes, defaults: GenerationParams, seen: Counter[str]) -> Job:
-    row = _parse(line)
+def _read_job(where: str, row: Mapping[str, Any], defaults: GenerationParams, seen: Counter[str]) -> Job:
     valid = ("id", *PROMPT_KINDS, *ROW_FIELDS)
     for name in row:
         if name not in valid:
@@ -82,16 +78,6 @@ def _read_job(where: str, line: bytes, defaults: GenerationParams, seen: Counter
     content = {name: value for name, value in row.items() if name != "id"}
     fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return Job(_key(row, fingerprint, seen), fingerprint, where, prompt, params)
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"not valid JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
-    return row
 
 
 def _key(row: Mapping[str, Any], fingerprint: str, seen: Counter[str]) -> str | int:
@@ -142,6 +128,12 @@ def as_sent(jobs: Iterable[Job], chat: bool, system: str | None) -> list[Job]:
     return [replace(job, prompt=_located(job.where, _sent_prompt, job.prompt, chat, system)) for job in jobs]
 
 
+def check_each(jobs: Iterable[Job], check: Callable[[Job], None]) -> None:
+    """Check every job; a ValueError names the row."""
+    for job in jobs:
+        _located(job.where, check, job)
+
+
 def _sent_prompt(prompt: Prompt, chat: bool, system: str | None) -> Prompt:
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and chat else prompt
     if system is None:
@@ -183,8 +175,7 @@ class Results:
         self, path: str | Path, jobs: Sequence[Job], settings: Mapping[str, Any], overwrite: bool = False
     ) -> None:
         self.path, self.jobs = Path(path).resolve(), jobs
-        if self.path.exists():
-            _lock(self.path.open("ab"), self.path).close()  # refuses while another run has it
+        check_unlocked(self.path)
         self.sidecar = self.path.with_name(self.path.name + ".meta.json")
         if overwrite:
             self.path.unlink(missing_ok=True)
@@ -193,9 +184,9 @@ class Results:
         counts = Counter(row["id"] for row in rows)
         self.missing = [job for job in jobs if counts[job.key] < job.params.n]
         torn = {job.key for job in self.missing}
-        self._replace(self.path, b"".join(_encode(row) for row in rows if row["id"] not in torn))
-        self._replace(self.sidecar, (json.dumps(settings, indent=2) + "\n").encode())
-        self._file = _lock(self.path.open("ab"), self.path)
+        replace_file(self.path, b"".join(_encode(row) for row in rows if row["id"] not in torn))
+        replace_file(self.sidecar, (json.dumps(settings, indent=2) + "\n").encode())
+        self._file = open_locked(self.path)
 
     def write(self, job: Job, completions: Iterable[Completion]) -> None:
         """Append all texts of one job."""
@@ -216,7 +207,7 @@ class Results:
             )
         self._check_settings(json.loads(self.sidecar.read_text(encoding="utf-8")), settings)
         *lines, _torn = self.path.read_bytes().split(b"\n")  # empty where the last line is complete
-        rows = [_located(f"{self.path}:{number}", _parse, line) for number, line in enumerate(lines, start=1)]
+        rows = [parse_row(line, f"{self.path}:{number}") for number, line in enumerate(lines, start=1)]
         self._check_inputs(rows)
         return rows
 
@@ -239,23 +230,6 @@ class Results:
                     f"{job.where}: row {job.key!r} has changed since {self.path} was written; "
                     "give it another id, or use --overwrite to begin anew"
                 )
-
-    @staticmethod
-    def _replace(path: Path, content: bytes) -> None:
-        """Write a whole file, or leave the old one."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_bytes(content)
-        os.replace(partial, path)
-
-
-def _lock(file: BinaryIO, path: Path) -> BinaryIO:
-    """Hold the file until it is closed. Raises ValueError when another run does."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"{path} is being written by another run; wait for it, or use another --output") from None
-    return file
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:

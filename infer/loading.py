@@ -7,15 +7,13 @@ checkpoint does not run unless trusted. A GGUF file is dequantised once, into a 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
-import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,32 +25,13 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from .sources import VALID_MODELS, check_device, check_dtype, find_model
+from .sources import ModelSource as ModelSource
+
 if TYPE_CHECKING:
     from ..modules.layered_model import LayeredModel
 
-CACHE_DIR = "~/.cache/speclight"
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-VALID_MODELS = "a hub id (owner/name), a folder with config.json and safetensors, or a .gguf file"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """A model that was found and can be run.
-
-    `ModelSource("models/smol.gguf", "models", gguf_file="smol.gguf", ...)`
-
-    name: as the user wrote it. location: what transformers reads, a folder or a hub id. gguf_file: name of the file in
-    that folder, when it has not been converted yet. converted: where its conversion belongs.
-    """
-
-    name: str
-    location: str
-    gguf_file: str | None = None
-    converted: Path | None = None
-    allow_pickle: bool = False
-    trust_remote_code: bool = False
 
 
 def load_model(
@@ -78,17 +57,15 @@ def load_model(
 
 def resolve_dtype(name: str) -> torch.dtype | str:
     """The torch dtype, or "auto" itself. ValueError for any other name."""
-    if name not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    check_dtype(name)
     return name if name == "auto" else getattr(torch, name)
 
 
 def resolve_device(name: str) -> torch.device:
     """ValueError for a device that is not there."""
+    check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {name!r} is not there: this torch sees {torch.cuda.device_count()} CUDA devices")
@@ -103,18 +80,29 @@ def resolve_model(
     Raises ValueError for a path that does not exist, an architecture that is not supported, a quantised checkpoint, and
     weights that are neither safetensors nor (unless allowed) pickles.
     """
-    path = Path(model).expanduser()
-    if path.is_file():
-        source = _gguf_source(model, path, cache_dir)
-    elif path.is_dir():
-        source = _folder_source(model, path, allow_pickle, cache_dir)
-    elif HUB_ID.fullmatch(model) and path.suffix != ".gguf" and not path.parent.is_dir():
-        source = ModelSource(model, model)
-    else:
-        raise ValueError(f"model {model!r} does not exist; it must be {VALID_MODELS}")
-    source = replace(source, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
-    _check_config(source)
+    return check_model(find_model(model, allow_pickle, trust_remote_code, cache_dir))
+
+
+def check_model(source: ModelSource) -> ModelSource:
+    """The second half of `resolve_model`, for a model that was found: what it is comes first, then what it lacks."""
+    if source.gguf_file is not None:
+        source = replace(source, config=_gguf_config(source))
+    _check_architecture(source)
+    folder = Path(source.location)
+    if source.gguf_file is None and folder.is_dir():
+        _check_weight_files(source.name, folder, source.allow_pickle)
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise ValueError(f"model folder {source.name!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
     return source
+
+
+def text_config(source: ModelSource) -> PreTrainedConfig:
+    """transformers' configuration of the part that decodes text."""
+    config = source.config
+    if config is None:
+        with _quiet(), _readable_config(source):
+            config = AutoConfig.from_pretrained(source.location, trust_remote_code=source.trust_remote_code)
+    return config.get_text_config()
 
 
 def load_tokenizer(source: ModelSource) -> Any:
@@ -187,19 +175,6 @@ def _merges(tokenizer: Any) -> list[Any]:
     return [] if backend is None else json.loads(backend.to_str())["model"].get("merges", [])
 
 
-def _folder_source(model: str, folder: Path, allow_pickle: bool, cache_dir: str | None) -> ModelSource:
-    if not (folder / "config.json").is_file():
-        ggufs = sorted(folder.glob("*.gguf"))
-        if len(ggufs) == 1:
-            return _gguf_source(model, ggufs[0], cache_dir)
-        found = f"{len(ggufs)} .gguf files, name one of them" if ggufs else "neither config.json nor a .gguf file"
-        raise ValueError(f"model folder {model!r} holds {found}")
-    _check_weight_files(model, folder, allow_pickle)
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ValueError(f"model folder {model!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
-    return ModelSource(model, str(folder))
-
-
 def _check_weight_files(model: str, folder: Path, allow_pickle: bool) -> None:
     pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if pickles and allow_pickle:
@@ -219,38 +194,38 @@ def _check_weight_files(model: str, folder: Path, allow_pickle: bool) -> None:
         raise ValueError(f"model folder {model!r} has no model.safetensors")
 
 
-def _gguf_source(model: str, path: Path, cache_dir: str | None) -> ModelSource:
-    if path.suffix != ".gguf":
-        raise ValueError(f"model {model!r} is a file but not a .gguf; it must be {VALID_MODELS}")
-    path, stat = path.resolve(), path.stat()
-    digest = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    converted = Path(cache_dir or CACHE_DIR).expanduser() / f"{path.stem}-{digest}"
-    if converted.is_dir():
-        return ModelSource(model, str(converted))
-    return ModelSource(model, str(path.parent), path.name, converted)
-
-
-def _check_config(source: ModelSource) -> None:
+def _check_architecture(source: ModelSource) -> None:
     """config.json is read as it stands: an unknown architecture has no configuration class."""
     from ..modules.layered_model import check_supported
 
-    try:
-        with _quiet():
-            if source.gguf_file is None:
-                config = PreTrainedConfig.get_config_dict(source.location)[0]
-            else:
-                config = AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file).to_dict()
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model {source.name!r} has no configuration that can be read ({_first_line(error)}); "
-            f"it must be {VALID_MODELS}"
-        ) from error
+    if source.config is not None:
+        config = source.config.to_dict()
+    else:
+        with _quiet(), _readable_config(source):
+            config = PreTrainedConfig.get_config_dict(source.location)[0]
     if "model_type" not in config:
         raise ValueError(f"model {source.name!r} has no config.json with a model_type; it must be {VALID_MODELS}")
     try:
         check_supported(SimpleNamespace(**config))
     except ValueError as error:
         raise ValueError(f"model {source.name!r}: {error}") from None
+
+
+def _gguf_config(source: ModelSource) -> PreTrainedConfig:
+    with _quiet(), _readable_config(source):
+        return AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file)
+
+
+@contextlib.contextmanager
+def _readable_config(source: ModelSource) -> Iterator[None]:
+    """What transformers raises in reading a configuration, as a user's mistake."""
+    try:
+        yield
+    except Exception as error:  # damaged or unknown, it raises what it likes
+        raise ValueError(
+            f"model {source.name!r} has no configuration that can be read ({_first_line(error)}); "
+            f"it must be {VALID_MODELS}"
+        ) from error
 
 
 def _convert(source: ModelSource) -> Path:

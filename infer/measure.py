@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .compare import first_difference, logit_gap, token_at
+from .files import check_unlocked, open_locked, replace_file
 from .questions import Item
-from .report import replace_file
 from .summary import Difference, Output, Run, compared_outputs
 
 if TYPE_CHECKING:
@@ -64,16 +64,17 @@ def peer_runner(generate: Callable[[Sequence[Sequence[int]], int], list[list[int
 class Ledger:
     """The rows of a run, appended as they come. settings: what shaped them; they may not change while rows are added.
 
-    Raises ValueError for a file that holds rows of other settings.
+    Raises ValueError for a file that holds rows of other settings, or that another run is writing.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
         self.runs: list[Run] = []
         self.differences: list[Difference] = []
+        check_unlocked(path)
         lines = [] if overwrite or not path.exists() else self._read_back(path, json.loads(json.dumps(settings)))
         lines = lines or [json.dumps({"settings": settings})]
         replace_file(path, "".join(line + "\n" for line in lines).encode())
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 closed by close(); unbuffered: a row is one write
+        self._file = open_locked(path)
 
     def _read_back(self, path: Path, settings: Mapping[str, Any]) -> list[str]:
         """The complete lines: what a kill cut off has no newline, and is done again."""
@@ -104,6 +105,7 @@ class Ledger:
             self.differences.append(row)
         line = json.dumps({type(row).__name__.lower(): asdict(row)}) + "\n"
         self._file.write(line.encode())
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

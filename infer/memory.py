@@ -13,13 +13,20 @@ DRAFT_SHARE = 0.1
 
 
 def blocks_within(
-    model: LayeredModel, block_size: int, max_num_seqs: int, kv_memory: float | None = None, share: float | None = None
+    model: LayeredModel,
+    block_size: int,
+    max_num_seqs: int,
+    kv_memory: float | None = None,
+    share: float | None = None,
+    extra_layers: int = 0,
 ) -> int:
     """Blocks in a budget of `kv_memory` GiB, or in a share of the free memory; at most what full contexts could use.
 
+    extra_layers: of the cache, beyond the model's own.
+
     Raises ValueError for a budget that does not hold a single block.
     """
-    per_block = model.bytes_per_token() * block_size
+    per_block = model.bytes_per_token(extra_layers) * block_size
     if kv_memory is not None:
         blocks = int(kv_memory * 2**30 // per_block)
         if blocks < 1:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .jsonl import read_jsonl
 from .summary import REFERENCE, group_of
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ class Question:
 
 def read_questions(path: str | Path) -> list[Question]:
     """All rows, sorted by question_id. Raises ValueError naming the line and field of the first that is not valid."""
-    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: U+2028 may stand in a text
-    questions = [_read_question(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    questions = [_read_question(where, row) for where, row in read_jsonl(path)]
     repeated = [question_id for question_id, count in Counter(q.question_id for q in questions).items() if count > 1]
     if repeated:
         raise ValueError(f"{path}: question_id must be unique, {repeated[0]!r} is not")
@@ -40,11 +39,7 @@ def read_questions(path: str | Path) -> list[Question]:
     return sorted(questions, key=lambda q: (isinstance(q.question_id, str), q.question_id))
 
 
-def _read_question(where: str, line: str) -> Question:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not valid JSON ({error})") from error
+def _read_question(where: str, row: Mapping[str, Any]) -> Question:
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "question_id": (lambda value: isinstance(value, int | str), "a number or a string"),
         "category": (lambda value: isinstance(value, str), "a string"),
@@ -54,7 +49,7 @@ def _read_question(where: str, line: str) -> Question:
         ),
     }
     for name, (is_valid, wanted) in checks.items():
-        value = row.get(name) if isinstance(row, dict) else None
+        value = row.get(name)
         if not is_valid(value):
             raise ValueError(f"{where}: {name} must be {wanted}, got {value!r}")
     return Question(row["question_id"], row["category"], tuple(row["turns"]))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .files import replace_file
 from .summary import ALL, BASELINES, REFERENCE, Difference, Run, summarize
 
 DEFINITIONS = {
@@ -21,6 +21,10 @@ DEFINITIONS = {
     " end, which gives a little more",
     "MAT after prefill": "the same without each text's first token and pass",
     "acceptance": "accepted by drafted tokens; a tree's nodes count without its root",
+    "inner acceptance": "the same of drafts under HiSpec's intermediate layer",
+    "layer-tokens": "tokens times layers of the target that ran them, prefill apart, by emitted tokens; plain decoding"
+    " has the number of its layers. Exit heads come on top and are no layer-tokens",
+    "head-tokens": "tokens through early exits' heads, by emitted tokens",
     "retrieval": "share of lookups that found a match",
     "equal": "share of texts whose token ids are those of plain decoding",
     "near-ties": "texts that part from plain decoding where the lower of the two tokens is less than the near-tie gap"
@@ -74,13 +78,6 @@ def _to_json(report: Mapping[str, Any]) -> str:
     return json.dumps(tables, indent=1)[:-2] + f',\n "runs": [\n{rows}\n ]\n}}\n'
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a whole file, or leave the old one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
-
-
 NOTHING = "-"
 
 
@@ -111,6 +108,9 @@ COLUMNS: tuple[Column, ...] = (
     ("MAT", lambda f: _number(f["mat"])),
     ("MAT after prefill", lambda f: _number(f["mat_after_prefill"])),
     ("acceptance", lambda f: _percent(f["acceptance_rate"])),
+    ("inner acceptance", lambda f: _percent(f["inner_acceptance_rate"])),
+    ("layer-tokens", lambda f: _number(f["layer_tokens_per_token"])),
+    ("head-tokens", lambda f: _number(f["head_tokens_per_token"])),
     ("retrieval", lambda f: _percent(f["retrieval_rate"])),
     ("equal", lambda f: _percent(f["equal_share"])),
     ("near-ties", lambda f: _count(f["near_ties"])),
@@ -119,7 +119,7 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-LONG = ("MAT after prefill", "retrieval", "overhead")
+LONG = ("MAT after prefill", "inner acceptance", "layer-tokens", "head-tokens", "retrieval", "overhead")
 
 
 def _columns(summary: Mapping[str, Any]) -> list[Column]:

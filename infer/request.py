@@ -1,20 +1,38 @@
-"""What a user asks for and what comes back: parameters, the running sequence, results. Host data only."""
+"""What a user asks for and what comes back: parameters, the running sequence, results.
+
+Host data only, without torch, so that what a user got wrong is known at once.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from ..modules.kv_cache import CacheTable
-from ..modules.sampling import SamplingParams
+from ..modules.sampling_params import SamplingParams
 from .stats import SequenceStats
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..modules.kv_cache import CacheTable
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Origin = Literal["accepted", "corrected", "bonus"]
+
+
+_INTEGERS = {
+    "draft_tokens": 0,
+    "draft_layer": 1,
+    "verify_layer": 1,
+    "window": 1,
+    "inner_draft_tokens": 1,
+    "max_new_tokens": 0,
+    "n": 1,
+    "logprobs": 0,
+}
+"""Integer fields and their least values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +40,12 @@ class GenerationParams(SamplingParams):
     """Everything one request can set. What shapes the distribution is inherited from SamplingParams.
 
     method: name of the drafter ("ar" never drafts); None takes the engine's default.
-    draft_tokens: nodes of a tree, root included (the paper's capacity), or length of a chain; 0 turns drafting off,
-        None
-        takes the drafter's own default.
+    draft_tokens: nodes of a tree, root included (the paper's capacity), or length of a chain, of HiSpec's window too; 0
+        turns drafting off, None takes the drafter's own default.
+    draft_layer, verify_layer: exits, by the number of layers below, at which early exits draft and at which HiSpec's
+        intermediate stage verifies. window: tokens after which that stage hands on what it has. inner_draft_tokens:
+        size of what is drafted for it at once, in the terms of `draft_tokens`. None takes the engine's own; methods
+        without such a stage do not read them.
     max_new_tokens: never exceeded; 0 returns an empty text.
     stop_token_ids: end the text, besides the model's own end-of-sequence ids; the id itself stays in `token_ids`.
     stop: strings that end the text; they and what follows are not in it.
@@ -39,6 +60,10 @@ class GenerationParams(SamplingParams):
 
     method: str | None = None
     draft_tokens: int | None = None
+    draft_layer: int | None = None
+    verify_layer: int | None = None
+    window: int | None = None
+    inner_draft_tokens: int | None = None
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -63,9 +88,9 @@ class GenerationParams(SamplingParams):
         for name, kind in (("method", str | None), ("namespace", str), ("ignore_eos", bool)):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}, got {getattr(self, name)!r}")
-        for name, least in (("draft_tokens", 0), ("max_new_tokens", 0), ("n", 1), ("logprobs", 0)):
+        for name, least in _INTEGERS.items():
             value = getattr(self, name)
-            optional = name in ("draft_tokens", "logprobs")
+            optional = name not in ("max_new_tokens", "n")
             if value is None and optional:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -98,6 +123,12 @@ class TokenOrigin:
     source: str = ""
 
 
+def _empty_table() -> CacheTable:
+    from ..modules.kv_cache import CacheTable
+
+    return CacheTable()
+
+
 @dataclass(eq=False)
 class Sequence:
     """One running text. Owned by the engine; drafters read it.
@@ -119,7 +150,7 @@ class Sequence:
     num_prompt: int
     generator: torch.Generator
     draft_generator: torch.Generator
-    table: CacheTable = field(default_factory=CacheTable)
+    table: CacheTable = field(default_factory=_empty_table)
     index: int = 0
     num_tentative: int = 0
     draft_tokens: int = 0
@@ -130,6 +161,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None
     arrived: float = field(default_factory=time.perf_counter)
+
+    def fail(self, error: Exception) -> None:
+        """The text ends here."""
+        self.finish_reason, self.error = "error", f"{type(error).__name__}: {error}"
 
     @property
     def output_ids(self) -> list[int]:

@@ -1,8 +1,9 @@
 """Which sequences run in the next pass, and with how many tokens. Host logic: no tensors, no model.
 
-Sequences run in order of arrival. When blocks are short the youngest gives its own back and returns to the head of the
-queue; its text so far is run again later, so nothing is lost and no request fails. Decoding sequences always run;
-what is left of the token budget goes to prefill, in chunks.
+Sequences run in order of arrival, but texts of one request wait until the first has put their prompt into the cache,
+and let others pass. When blocks are short the youngest gives its own back and returns to the head of the queue; its
+text so far is run again later, so nothing is lost and no request fails. Decoding sequences always run; what is left of
+the token budget goes to prefill, in chunks.
 """
 
 from __future__ import annotations
@@ -85,15 +86,28 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting sequences while blocks for all prompts under way would still be free."""
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
+        filling = {sequence.request_id for sequence in self.running if self._fills_cache(sequence)}
+        for sequence in list(self.waiting) if len(self.running) < self.max_num_seqs else ():
+            if sequence.request_id in filling:
+                continue
             cached = self.cache.match_prefix(sequence.table, sequence.token_ids)
             promised = sum(self.cache.missing_blocks(s.table, s.num_pending) for s in (*self.running, sequence))
             if self.running and promised > self.cache.allocator.num_available:
                 self.cache.release(sequence.table)  # a sequence that waits holds nothing
                 return
             sequence.stats.cached_tokens += cached
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            if self._fills_cache(sequence):
+                filling.add(sequence.request_id)
+            if len(self.running) == self.max_num_seqs:
+                return
+
+    def _fills_cache(self, sequence: Sequence) -> bool:
+        """Whether it is about to run blocks of its prompt, for other texts of its request to find in the cache."""
+        size = self.cache.block_size
+        shared = (sequence.num_prompt - 1) // size * size
+        return self.cache.prefix_caching and sequence.params.n > 1 and sequence.table.length < shared
 
     def _reserve(self, sequence: Sequence, count: int, plan: list[Scheduled]) -> bool:
         """Hold room for `count` tokens and a proposal, preempting the younger; False if it had to give way itself."""

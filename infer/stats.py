@@ -73,6 +73,8 @@ class SequenceStats(_Counters):
     accepted_lengths: {num_accepted: passes}, over passes that verified a draft.
     drafted_at, reached_at, accepted_at: per depth, passes whose draft reaches it, that decided it (all before it was
         accepted), and that accepted it.
+    inner_...: the same of drafts under an intermediate layer (HiSpec), whose own proposals are what is counted above:
+        inner_passes verifications, inner_emitted tokens that they put into windows.
     seconds: from arrival to finish; seconds_to_first_token: from arrival. Of many sequences both are sums, not wall
         time.
     """
@@ -96,6 +98,14 @@ class SequenceStats(_Counters):
     drafted_at: Counter[int] = field(default_factory=Counter)
     reached_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
+    inner_passes: int = 0
+    inner_emitted: int = 0
+    inner_drafted: int = 0
+    inner_accepted: int = 0
+    inner_accepted_lengths: Counter[int] = field(default_factory=Counter)
+    inner_drafted_at: Counter[int] = field(default_factory=Counter)
+    inner_reached_at: Counter[int] = field(default_factory=Counter)
+    inner_accepted_at: Counter[int] = field(default_factory=Counter)
 
     def record_pass(
         self, num_drafted: int, max_depth: int, num_accepted: int, emitted: int, retrieval_hit: bool | None = None
@@ -114,17 +124,25 @@ class SequenceStats(_Counters):
         if num_drafted == 0:
             self.steps_without_draft += 1
             return
-        self._record_draft(num_drafted, max_depth, min(num_accepted, emitted), ended_early=emitted <= num_accepted)
+        self._record_draft("", num_drafted, max_depth, num_accepted, emitted)
 
-    def _record_draft(self, num_drafted: int, max_depth: int, num_accepted: int, ended_early: bool) -> None:
-        self.drafted += num_drafted
-        self.accepted += num_accepted
-        self.accepted_lengths[num_accepted] += 1
-        self.drafted_at.update(range(1, max_depth + 1))
-        self.accepted_at.update(range(1, num_accepted + 1))
+    def record_inner(self, num_drafted: int, max_depth: int, num_accepted: int, emitted: int) -> None:
+        """Count one verification by an intermediate layer, in the terms of `record_pass`."""
+        self.inner_passes += 1
+        self.inner_emitted += emitted
+        if num_drafted:
+            self._record_draft("inner_", num_drafted, max_depth, num_accepted, emitted)
+
+    def _record_draft(self, stage: str, num_drafted: int, max_depth: int, num_accepted: int, emitted: int) -> None:
+        kept = min(num_accepted, emitted)
+        setattr(self, f"{stage}drafted", getattr(self, f"{stage}drafted") + num_drafted)
+        setattr(self, f"{stage}accepted", getattr(self, f"{stage}accepted") + kept)
+        getattr(self, f"{stage}accepted_lengths")[kept] += 1
+        getattr(self, f"{stage}drafted_at").update(range(1, max_depth + 1))
+        getattr(self, f"{stage}accepted_at").update(range(1, kept + 1))
         # The depth after the last accepted one was turned down, unless the text ended before it was decided.
-        decided = num_accepted if ended_early else num_accepted + 1
-        self.reached_at.update(range(1, min(decided, max_depth) + 1))
+        decided = kept if emitted <= num_accepted else kept + 1
+        getattr(self, f"{stage}reached_at").update(range(1, min(decided, max_depth) + 1))
 
     @property
     def mat(self) -> float:
@@ -134,6 +152,10 @@ class SequenceStats(_Counters):
     @property
     def acceptance_rate(self) -> float:
         return ratio(self.accepted, self.drafted)
+
+    @property
+    def inner_acceptance_rate(self) -> float:
+        return ratio(self.inner_accepted, self.inner_drafted)
 
     @property
     def retrieval_rate(self) -> float:
@@ -146,22 +168,32 @@ class SequenceStats(_Counters):
         return {depth: ratio(self.accepted_at[depth], self.reached_at[depth]) for depth in sorted(self.reached_at)}
 
     @property
+    def inner_conditional_acceptance(self) -> dict[int, float]:
+        """`conditional_acceptance` under the intermediate layer."""
+        reached, accepted = self.inner_reached_at, self.inner_accepted_at
+        return {depth: ratio(accepted[depth], reached[depth]) for depth in sorted(reached)}
+
+    @property
     def unconditional_acceptance(self) -> dict[int, float]:
         """{depth: accepted at this depth / drafted at this depth}."""
         return {depth: ratio(self.accepted_at[depth], self.drafted_at[depth]) for depth in sorted(self.drafted_at)}
 
     def as_dict(self) -> dict[str, Any]:
-        derived = {"mat": self.mat, "acceptance_rate": self.acceptance_rate, "retrieval_rate": self.retrieval_rate}
-        return super().as_dict() | derived
+        rates = ("mat", "acceptance_rate", "inner_acceptance_rate", "retrieval_rate")
+        return super().as_dict() | {name: getattr(self, name) for name in rates}
 
 
 @dataclass
 class EngineStats(_Counters):
-    """Where an engine's time went, in seconds, over its steps.
+    """Where an engine's time and the target's work went, over its steps. Times are in seconds.
 
     drafting_seconds: outside the target model: proposing, observing, building trees and batches (a draft model's own
-        passes included). verifying_seconds: sampling, committing, text, scheduling. layer_tokens: tokens times layers
-        run.
+        passes included). verifying_seconds: sampling, committing, text, scheduling.
+    Layer-tokens are tokens times layers of the target that ran them, counted apart for prefill (what comes before the
+        first token that is predicted from, and what is run again after a preemption), for drafting at an early exit,
+        for an intermediate layer's verification, and for the last stage. In plain decoding the three other than prefill
+        add up to the model's layers per emitted token. head_tokens: tokens through heads of early exits, each a norm
+        and an unembedding and what the head itself holds; they are no layer-tokens.
     """
 
     steps: int = 0
@@ -169,15 +201,35 @@ class EngineStats(_Counters):
     drafting_seconds: float = 0.0
     model_seconds: float = 0.0
     verifying_seconds: float = 0.0
-    layer_tokens: int = 0
+    prefill_layer_tokens: int = 0
+    draft_layer_tokens: int = 0
+    intermediate_layer_tokens: int = 0
+    full_layer_tokens: int = 0
+    head_tokens: int = 0
 
-    def record_step(self, seconds: float, drafting: float, model: float, verifying: float, layer_tokens: int) -> None:
+    def record_step(self, seconds: float, drafting: float, model: float, verifying: float) -> None:
         self.steps += 1
         self.seconds += seconds
         self.drafting_seconds += drafting
         self.model_seconds += model
         self.verifying_seconds += verifying
-        self.layer_tokens += layer_tokens
+
+    def record_work(self, work: Mapping[str, int]) -> None:
+        """Add the target's work: layer-tokens by stage ("prefill", "draft", "intermediate", "full"), and "head"s."""
+        self.prefill_layer_tokens += work.get("prefill", 0)
+        self.draft_layer_tokens += work.get("draft", 0)
+        self.intermediate_layer_tokens += work.get("intermediate", 0)
+        self.full_layer_tokens += work.get("full", 0)
+        self.head_tokens += work.get("head", 0)
+
+    @property
+    def decoding_layer_tokens(self) -> int:
+        """All but prefill; by emitted tokens, plain decoding has exactly the number of the model's layers."""
+        return self.draft_layer_tokens + self.intermediate_layer_tokens + self.full_layer_tokens
+
+    @property
+    def layer_tokens(self) -> int:
+        return self.prefill_layer_tokens + self.decoding_layer_tokens
 
     @property
     def overhead_share(self) -> float:
@@ -185,4 +237,4 @@ class EngineStats(_Counters):
         return ratio(self.drafting_seconds, self.seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        return super().as_dict() | {"overhead_share": self.overhead_share}
+        return super().as_dict() | {"overhead_share": self.overhead_share, "layer_tokens": self.layer_tokens}

@@ -187,10 +187,20 @@ def _counts(runs: Sequence[Run], method: str, group: str) -> dict[str, Any]:
     """MAT and what belongs to it; all None for a peer."""
     outputs = [o for run in runs if run.method == method for o in run.outputs if _in(o.group, group)]
     parts = [SequenceStats.from_dict(output.stats) for output in outputs if output.stats is not None]
-    steps = [run.engine for run in runs if run.method == method and run.engine and _in(run.group, group)]
+    counted = [run for run in runs if run.method == method and run.engine and _in(run.group, group)]
     figures: dict[str, Any] = {"texts": len({(output.question_id, output.turn) for output in outputs})}
     figures |= dict.fromkeys(
-        ("mat", "mat_after_prefill", "acceptance_rate", "retrieval_rate", "overhead_share", "counts")
+        (
+            "mat",
+            "mat_after_prefill",
+            "acceptance_rate",
+            "inner_acceptance_rate",
+            "retrieval_rate",
+            "layer_tokens_per_token",
+            "head_tokens_per_token",
+            "overhead_share",
+            "counts",
+        )
     )
     if parts:
         total = SequenceStats.total(parts)
@@ -200,11 +210,18 @@ def _counts(runs: Sequence[Run], method: str, group: str) -> dict[str, Any]:
             "mat": total.mat,
             "mat_after_prefill": ratio(total.emitted_tokens - first, later) if later else None,
             "acceptance_rate": total.acceptance_rate if total.drafted else None,
+            "inner_acceptance_rate": total.inner_acceptance_rate if total.inner_drafted else None,
             "retrieval_rate": total.retrieval_rate if total.retrieval_steps else None,
             "counts": total.as_dict(),
         }
-    if steps:
-        figures["overhead_share"] = EngineStats.total(map(EngineStats.from_dict, steps)).overhead_share
+    if counted:
+        engine = EngineStats.total(EngineStats.from_dict(run.engine or {}) for run in counted)
+        tokens = sum(run.tokens for run in counted)
+        figures |= {
+            "layer_tokens_per_token": ratio(engine.decoding_layer_tokens, tokens),
+            "head_tokens_per_token": ratio(engine.head_tokens, tokens),
+            "overhead_share": engine.overhead_share,
+        }
     return figures
 
 

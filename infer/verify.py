@@ -6,7 +6,9 @@ the first tokens of sampled texts must have the model's own distribution, by a c
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .build import EngineOptions, build_engine, option, prepare
+from .build import METHODS, EngineOptions, build_engine, option, prepare
 from .compare import NEAR_TIE, first_difference, logit_gap, next_logits, token_at
 from .stats import SequenceStats
 
@@ -53,7 +55,7 @@ REST = -1  # stands for all tokens that have no cell of their own
 class VerifyOptions(EngineOptions):
     """What is checked."""
 
-    method: str = option("logitspec", "ar, prompt-lookup, logitspec or draft-model")
+    method: str = option("logitspec", METHODS)
     draft_tokens: int | None = option(None, "size of proposals; see generate --help")
     max_new_tokens: int = option(64, "of each greedy text")
     samples: int = option(600, "sampled texts per prompt of the chi-square test")
@@ -87,19 +89,19 @@ class Settings:
 
 def verify(options: VerifyOptions) -> int:
     """Check and print the report; 0 when everything passed, 1 otherwise. Raises ValueError for what is not valid."""
-    for name in ("max_new_tokens", "samples"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
-    if options.temperature <= 0.0:
-        raise ValueError(f"temperature must be above 0, it is that of the sampled texts; got {options.temperature}")
+    from tqdm import tqdm
+
+    from .request import GenerationParams
+
+    _check(options)
     prepared = prepare(options, [options.method])
-    has_template = bool(getattr(prepared.tokenizer, "chat_template", None))
-    chat = has_template if options.chat is None else options.chat
-    if chat and not has_template:
-        raise ValueError(f"the tokenizer of {options.model} has no chat template; use --chat-template or --no-chat")
+    chat = prepared.is_chat(options.chat)
+    prepared.intake().check(GenerationParams(draft_tokens=options.draft_tokens))
     engine = build_engine(prepared)
     settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
-    checks = run_checks(engine, encode_prompts(engine, chat), settings)
+    prompts = encode_prompts(engine, chat)
+    with tqdm(total=count_texts(prompts, settings), unit="text", disable=None) as bar:
+        checks = run_checks(engine, prompts, settings, bar.update)
     dtype = str(engine.model.dtype).removeprefix("torch.")
     passed = all(check.passed for check in checks)
     if options.json:
@@ -108,6 +110,19 @@ def verify(options: VerifyOptions) -> int:
     else:
         print(render(f"{options.model}, {dtype}, {options.method}", checks))
     return 0 if passed else 1
+
+
+def _check(options: VerifyOptions) -> None:
+    if options.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {options.max_new_tokens}")
+    least = least_samples(FALSE_ALARM / len(SAMPLED))
+    if options.samples < least:
+        raise ValueError(
+            f"samples must be at least {least}, got {options.samples}: with fewer no texts whatever would be a fault, "
+            f"at a probability of {FALSE_ALARM:g} for false alarms"
+        )
+    if options.temperature <= 0.0:
+        raise ValueError(f"temperature must be above 0, it is that of the sampled texts; got {options.temperature}")
 
 
 def encode_prompts(engine: Engine, chat: bool) -> dict[str, list[int]]:
@@ -120,21 +135,35 @@ def encode_prompts(engine: Engine, chat: bool) -> dict[str, list[int]]:
     return encoded
 
 
-def run_checks(engine: Engine, prompts: Mapping[str, Sequence[int]], settings: Settings) -> list[Check]:
+Watch = Callable[[int], object]
+"""Called with the number of texts that have just been made."""
+
+
+def count_texts(prompts: Mapping[str, Sequence[int]], settings: Settings) -> int:
+    """How many texts `run_checks` makes."""
+    return 3 * len(prompts) + len(_sampled(prompts)) * settings.samples
+
+
+def run_checks(
+    engine: Engine, prompts: Mapping[str, Sequence[int]], settings: Settings, watch: Watch = lambda count: None
+) -> list[Check]:
     """All checks, in the order of the report."""
     stats: list[SequenceStats] = []
-    plain = {name: _run_alone(engine, ids, "ar", settings).token_ids for name, ids in prompts.items()}
-    alone = {name: _run_alone(engine, ids, settings.method, settings) for name, ids in prompts.items()}
-    together, cache = run_together(engine, prompts, settings)
+    plain = {name: _run_alone(engine, ids, "ar", settings, watch).token_ids for name, ids in prompts.items()}
+    alone = {name: _run_alone(engine, ids, settings.method, settings, watch) for name, ids in prompts.items()}
+    together, cache = run_together(engine, prompts, settings, watch)
     stats += [completion.stats for completion in (*alone.values(), *together.values())]
     checks = [
         compare_greedy("greedy, alone", engine, prompts, plain, alone),
         compare_greedy("greedy, together", engine, prompts, plain, together),
         cache,
     ]
-    sampled = {name: prompts[name] for name in SAMPLED if name in prompts} or dict(list(prompts.items())[:2])
-    distribution, sampled_stats = check_distribution(engine, sampled, settings)
+    distribution, sampled_stats = check_distribution(engine, _sampled(prompts), settings, watch)
     return [*checks, distribution, _check_drafter(settings.method, SequenceStats.total([*stats, *sampled_stats]))]
+
+
+def _sampled(prompts: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    return {name: prompts[name] for name in SAMPLED if name in prompts} or dict(list(prompts.items())[: len(SAMPLED)])
 
 
 def render(title: str, checks: Sequence[Check]) -> str:
@@ -151,16 +180,18 @@ def render(title: str, checks: Sequence[Check]) -> str:
 # -- greedy texts ----------------------------------------------------------------------------------------------------
 
 
-def _run_alone(engine: Engine, prompt: Sequence[int], method: str, settings: Settings) -> Completion:
+def _run_alone(engine: Engine, prompt: Sequence[int], method: str, settings: Settings, watch: Watch) -> Completion:
     from .request import GenerationParams
 
     draft_tokens = settings.draft_tokens if method == settings.method else None
     params = GenerationParams(method=method, draft_tokens=draft_tokens, max_new_tokens=settings.max_new_tokens)
-    return engine.generate(list(prompt), params)[0]
+    completion = engine.generate(list(prompt), params)[0]
+    watch(1)
+    return completion
 
 
 def run_together(
-    engine: Engine, prompts: Mapping[str, Sequence[int]], settings: Settings
+    engine: Engine, prompts: Mapping[str, Sequence[int]], settings: Settings, watch: Watch
 ) -> tuple[dict[str, Completion], Check]:
     """All prompts in one batch, with the cache checked after every step; texts of a run that broke are missing."""
     from .request import GenerationParams
@@ -176,7 +207,9 @@ def run_together(
         while engine.has_work:
             chunks = engine.step()
             steps += 1
-            done |= {c.request_id.removeprefix("verify "): c.completion for c in chunks if c.completion is not None}
+            ended = {c.request_id.removeprefix("verify "): c.completion for c in chunks if c.completion is not None}
+            done |= ended
+            watch(len(ended))
             engine.check_invariants()
         held = engine.cache.allocator.num_in_use
         assert held == 0, f"{held} blocks are still in use after the last text has ended"
@@ -300,19 +333,48 @@ def _pooled(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return pooled[:, 0], pooled[:, 1]
 
 
+def least_samples(limit: float) -> int:
+    """The fewest texts of which some could be a fault at that p-value, whatever the model.
+
+    At best there are two cells, one that expects as little as a cell may, and all texts fall into that one.
+    """
+
+    def best(count: int) -> float:
+        return math.erfc(math.sqrt(_most_extreme(LEAST_EXPECTED, count) / 2))  # chi-square with one degree of freedom
+
+    return next(count for count in itertools.count(int(2 * LEAST_EXPECTED)) if best(count) < limit)
+
+
+def best_p_value(cells: Cells, count: int) -> float:
+    """The least p-value that any texts could have under these cells: 1 where only one cell is left."""
+    from scipy.stats import chi2
+
+    expected, _ = _pooled(np.array(sorted((prob * count, 0.0) for prob in cells.probs.values())))
+    return 1.0 if len(expected) < 2 else float(chi2.sf(_most_extreme(expected.min(), count), len(expected) - 1))
+
+
+def _most_extreme(expected: float, count: int) -> float:
+    """The chi-square statistic when all texts fall into the cell that expects the fewest."""
+    return count * (count - expected) / expected
+
+
 def check_distribution(
-    engine: Engine, prompts: Mapping[str, Sequence[int]], settings: Settings
+    engine: Engine, prompts: Mapping[str, Sequence[int]], settings: Settings, watch: Watch = lambda count: None
 ) -> tuple[Check, list[SequenceStats]]:
-    """Chi-square of the first tokens per prompt; together they raise a false alarm with probability FALSE_ALARM."""
+    """Chi-square of the first tokens per prompt; together they raise a false alarm with probability FALSE_ALARM.
+
+    A check that no texts whatever could have failed is not passed.
+    """
     limit = FALSE_ALARM / len(prompts)
-    details, worst, stats = [], 1.0, []
+    details, worst, telling, stats = [], 1.0, 0, []
     for name, ids in prompts.items():
-        texts, counted = _sample(engine, ids, settings)
-        p_value, compared = chi_square(
-            exact_cells(model_probs(engine, ids, settings.temperature), DEPTH, settings.samples), texts
-        )
-        details.append(f"{name!r}: p-value {p_value:.3g} over {compared} cells")
-        worst = min(worst, p_value)
+        cells = exact_cells(model_probs(engine, ids, settings.temperature), DEPTH, settings.samples)
+        texts, counted = _sample(engine, ids, settings, watch)
+        p_value, compared = chi_square(cells, texts)
+        is_telling = best_p_value(cells, settings.samples) < limit
+        empty = "" if is_telling else ", too few to notice anything: more samples or a higher temperature make more"
+        details.append(f"{name!r}: p-value {p_value:.3g} over {compared} cells{empty}")
+        worst, telling = min(worst, p_value), telling + is_telling
         stats += counted
     total = SequenceStats.total(stats)
     if settings.method != "ar" and not total.drafted:
@@ -321,11 +383,11 @@ def check_distribution(
         f"chi-square of the first {DEPTH} tokens of {settings.samples} texts ({total.accepted} of {total.drafted} "
         f"drafted accepted): least p-value {worst:.3g}, a fault below {limit:g} (false alarms: {FALSE_ALARM:g})"
     )
-    return Check("distribution", worst >= limit, summary, details), stats
+    return Check("distribution", worst >= limit and telling > 0, summary, details), stats
 
 
 def _sample(
-    engine: Engine, prompt: Sequence[int], settings: Settings
+    engine: Engine, prompt: Sequence[int], settings: Settings, watch: Watch
 ) -> tuple[list[Sequence[int]], list[SequenceStats]]:
     """One token more than is tested, so that proposals are allowed to reach the last one tested."""
     from .request import GenerationParams
@@ -340,8 +402,14 @@ def _sample(
         n=settings.samples,
         ignore_eos=True,
     )
-    completions = engine.generate(list(prompt), params)
-    return [completion.token_ids[:DEPTH] for completion in completions], [c.stats for c in completions]
+    texts: list[Sequence[int]] = []
+    stats: list[SequenceStats] = []
+    for chunk in engine.stream(list(prompt), params):
+        if chunk.completion is not None:
+            texts.append(chunk.completion.token_ids[:DEPTH])
+            stats.append(chunk.completion.stats)
+            watch(1)
+    return texts, stats
 
 
 def model_probs(engine: Engine, prompt: Sequence[int], temperature: float, at_once: int = 64) -> NextProbs:

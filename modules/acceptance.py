@@ -138,7 +138,7 @@ def verify(tree: TokenTree, target: Callable[[int], Distribution], generator: to
             ((drafted, candidate),) = children.items()
             q = tree.probs[candidate - 1]
             chance = accept_prob(p.prob(drafted), q.prob(drafted))
-            kept = chance >= 1.0 or _uniform(generator) < chance
+            kept = _uniform(generator) < chance  # drawn always: whether chance is 1 can be a matter of rounding
             token_id, child = (drafted, candidate) if kept else (p.residual(q).sample(generator), None)
         if child is None:
             return Verdict(path, token_id, corrected=bool(children))

@@ -100,19 +100,20 @@ class HeadBundle:
         _check_version(folder, files[INDEX])
         _check_sums(folder, files)
         index = _parse_index(folder, files[INDEX])
-        found = index["base_fingerprint"]
-        if expected_fingerprint is not None and found != expected_fingerprint:
-            raise ValueError(
-                f"bundle {str(folder)!r} belongs to another base model: it was made for {found}"
-                f"{_in_brackets(index['base_model'])}, this model is {expected_fingerprint}"
-            )
+        found, base_model = index["base_fingerprint"], index["base_model"]
+        if expected_fingerprint is not None:
+            _check_base(f"bundle {str(folder)!r}", found, base_model, expected_fingerprint)
         try:
             tensors = safetensors.torch.load(files[WEIGHTS])
         except SafetensorError as error:
             raise ValueError(f"{WEIGHTS} of bundle {str(folder)!r} cannot be read: {error}") from error
         listed = {name: (entry["dtype"], entry["shape"]) for name, entry in index["tensors"].items()}
         check_same_tensors(listed, _signatures(tensors), f"bundle {str(folder)!r}")
-        return cls(index["kind"], index["config"], tensors, found, index["base_model"], index["card"])
+        return cls(index["kind"], index["config"], tensors, found, base_model, index["card"])
+
+    def check_base(self, fingerprint: str, where: str = "bundle") -> None:
+        """Raise ValueError, naming both fingerprints, for another model than the heads were made for."""
+        _check_base(where, self.base_fingerprint, self.base_model, fingerprint)
 
     def load_into(self, module: nn.Module) -> None:
         """Give a module these tensors, all of them and no others; cast to the module's dtypes.
@@ -191,6 +192,14 @@ def _json(name: str, value: Any) -> str:
         return json.dumps(value, indent=2, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must hold what JSON can (no NaN, no objects): {error}") from error
+
+
+def _check_base(where: str, made_for: str, base_model: str, found: str) -> None:
+    if made_for != found:
+        raise ValueError(
+            f"{where} belongs to another base model: it was made for {made_for}{_in_brackets(base_model)}, "
+            f"this model is {found}"
+        )
 
 
 def _in_brackets(text: str) -> str:

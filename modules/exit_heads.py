@@ -12,7 +12,7 @@ rule stays exact. Left out: draft vocabularies that differ between exits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -39,21 +39,6 @@ def default_layers(num_layers: int) -> tuple[int, int]:
     """The exits of HiSpec, L/8 to draft and L/4 to verify: rounded, above zero and apart."""
     draft = max(1, round(num_layers / 8))
     return draft, max(draft + 1, round(num_layers / 4))
-
-
-def draft_vocabulary(counts: Int[Tensor, "vocab"], size: int, keep: Iterable[int] = ()) -> Int[Tensor, "draft"]:
-    """The ids of the `size` most frequent tokens, ascending; of equally frequent ones the lower ids.
-
-    keep: ids that are in whatever their count, such as the end of a text. ValueError when `size` has no room for them.
-    """
-    kept = sorted(set(keep))
-    if not max(1, len(kept)) <= size <= len(counts):
-        raise ValueError(f"size must be from {max(1, len(kept))} to {len(counts)}, the model's vocabulary, got {size}")
-    if kept and not 0 <= kept[0] <= kept[-1] < len(counts):
-        raise ValueError(f"keep must be token ids below {len(counts)}, the model's vocabulary, got {kept}")
-    ranks = counts.clone()
-    ranks.index_fill_(0, torch.tensor(kept, dtype=torch.long, device=counts.device), int(counts.max()) + 1)
-    return torch.sort(ranks, descending=True, stable=True).indices[:size].sort().values
 
 
 class ExitHeads(nn.Module):
@@ -129,12 +114,20 @@ class ExitHeads(nn.Module):
         """What the final norm gets, from the residual stream after `layer`; in the dtype of `hidden`."""
         return self._head(layer)(hidden, model, batch, cache)
 
-    def bind(self, model: LayeredModel, fast: bool = False) -> Exits:
+    @property
+    def context_layers(self) -> tuple[int, ...]:
+        """Exits whose heads read context."""
+        return tuple(layer for layer, kind in zip(self.layers, self.kinds, strict=True) if kind == "block")
+
+    def bind(self, model: LayeredModel, fast: bool = False, cache_layer: int | None = None) -> Exits:
         """The heads with what they borrow from a model, to be called for logits.
 
         The unembedding's rows are gathered here, once, unless they are being trained: bind again when the model's
         weights or device have changed.
         fast: for inference only. The heads are copied in the model's dtype, packed, and no longer follow this module.
+        cache_layer: to decode with the target's cache, of which the heads that read context take layers from this one
+            on, in the order of `context_layers`, so that one block table, commit and prefix index serve all. The heads
+            are copied in the model's dtype too.
 
         Raises ValueError for a model of another shape, and for weights that were never loaded (NaN).
         """
@@ -142,7 +135,8 @@ class ExitHeads(nn.Module):
         for name, parameter in self.named_parameters():
             if bool(parameter.isnan().any()):
                 raise ValueError(f"head weights {name!r} hold NaN: they were never loaded, or training broke them")
-        return Exits(self._packed(model.dtype) if fast else self, model, fast)
+        heads = self if not fast and cache_layer is None else self._copied(model.dtype, fast, cache_layer)
+        return Exits(heads, model, fast, decodes=cache_layer is not None)
 
     def scatter(self, values: Float[Tensor, "rows draft"], fill: float = float("-inf")) -> Float[Tensor, "rows vocab"]:
         """Draft logits over the model's vocabulary; `fill` where the exit predicts nothing (0.0 for probabilities)."""
@@ -204,14 +198,16 @@ class ExitHeads(nn.Module):
                 f"a model with hidden_size {found[0]}, vocab_size {found[1]} and {model.num_layers} layers"
             )
 
-    def _packed(self, dtype: torch.dtype) -> ExitHeads:
-        packed = copy.deepcopy(self).requires_grad_(False).eval().to(dtype)
-        for name, head in packed.heads.items():
+    def _copied(self, dtype: torch.dtype, fast: bool, cache_layer: int | None) -> ExitHeads:
+        copied = copy.deepcopy(self).requires_grad_(False).eval().to(dtype)
+        for place, layer in enumerate(copied.context_layers, start=cache_layer or 0):
+            cast(Block, copied.heads[str(layer)]).layer.self_attn.layer_idx = place
+        for name, head in copied.heads.items() if fast else ():
             if isinstance(head, Adapter):
-                packed.heads[name] = FastAdapter(head)
+                copied.heads[name] = FastAdapter(head)
             elif isinstance(head, Block):
                 speed_up(nn.ModuleList([head.layer]))
-        return packed
+        return copied
 
 
 class Exits:
@@ -223,8 +219,8 @@ class Exits:
     Gradients reach whatever asks for them: the heads, and of the model nothing once it is frozen.
     """
 
-    def __init__(self, heads: ExitHeads, model: LayeredModel, fast: bool) -> None:
-        self.heads, self.model = heads, model
+    def __init__(self, heads: ExitHeads, model: LayeredModel, fast: bool, decodes: bool = False) -> None:
+        self.heads, self.model, self.decodes = heads, model, decodes
         self._trimmed = None if heads.draft_ids is None else _trimmed(model, heads.draft_ids, fast)
 
     def logits(
@@ -236,24 +232,28 @@ class Exits:
     ) -> Float[Tensor, "tokens draft"]:
         """Next-token logits from the residual stream after `layer`, over the draft vocabulary if there is one.
 
-        A head that `reads_context` needs the batch that `hidden` belongs to, and the cache from `new_cache` in which
-        its earlier tokens lie; without a cache it sees the batch alone (training). The others ignore both.
+        A head that `reads_context` needs the batch that `hidden` belongs to, and the cache in which its earlier tokens
+        lie; without a cache it sees the batch alone (training). The others ignore both.
         """
-        states = self.heads(layer, hidden, self.model, batch, cache)
+        return self.finish(self.states(layer, hidden, batch, cache))
+
+    def states(
+        self,
+        layer: int,
+        hidden: Float[Tensor, "tokens hidden"],
+        batch: RaggedBatch | None = None,
+        cache: PagedKVCache | None = None,
+    ) -> Float[Tensor, "tokens hidden"]:
+        """What the head gives, for `finish`; a head that reads context has then put the tokens into the cache."""
+        if cache is not None and not self.decodes and self.heads.reads_context(layer):
+            raise ValueError("cache_layer must be given to bind: a 'block' would write where the model does")
+        return self.heads(layer, hidden, self.model, batch, cache)
+
+    def finish(self, states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
+        """Logits from what a head gave: the model's final norm and the rows of its unembedding."""
         if self._trimmed is None:
             return self.model.logits(states)
         return self.model.soft_capped(self._trimmed(self.model.final(states)))
-
-    def new_cache(self, layer: int, num_blocks: int, block_size: int = 16) -> PagedKVCache | None:
-        """An empty cache for the head after `layer`; None when it needs none.
-
-        With the target cache's own num_blocks and block_size, the target's block tables and slots serve both.
-        """
-        if not self.heads.reads_context(layer):
-            return None
-        dtype = cast(Block, self.heads.heads[str(layer)]).like.dtype
-        heads, width, device = self.model.num_kv_heads, self.model.head_dim, self.model.device
-        return PagedKVCache(1, heads, width, num_blocks, block_size, dtype, device, prefix_caching=False)
 
 
 class Norm(nn.Module):
@@ -296,8 +296,8 @@ class FastAdapter(nn.Module):
 class Block(nn.Module):
     """A transformer layer of the model's own class.
 
-    place: the model's layer whose rotary embedding and window it has, and whose weights it starts with. Its keys and
-    values are layer 0 of its own cache.
+    place: the model's layer whose rotary embedding and window it has, and whose weights it starts with. Where its keys
+    and values lie in a cache is said by `bind`.
     """
 
     like: Tensor

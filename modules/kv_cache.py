@@ -29,11 +29,12 @@ the namespace of a sequence's first block, so keys compare exactly and never by 
 class CacheTable:
     """One sequence's blocks.
 
-    length: committed tokens whose keys and values are valid in every layer.
+    namespace: anything hashable; tables share contents within one. length: committed tokens whose keys and values are
+        valid in every layer.
     num_indexed: leading blocks that are known to the prefix index; content: the id of the last of them.
     """
 
-    namespace: str = ""
+    namespace: object = ""
     blocks: list[int] = field(default_factory=list)
     length: int = 0
     num_indexed: int = 0

@@ -86,7 +86,8 @@ def _attention_interface(
     """transformers' attention signature; query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
     if paged is None:
         raise RuntimeError("this model belongs to a LayeredModel: run it through LayeredModel.run")
-    heads = [x[0].transpose(0, 1) for x in (query, key, value)]
+    # under autocast rotary embedding has turned query and key back into float32
+    heads = [x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)]
     keys, values = paged.write(module.layer_idx, *heads[1:])
     read = paged_attention(heads[0], keys, values, paged.batch, scaling, layer_window(module), softcap)
     return read.unsqueeze(0), None
@@ -105,6 +106,8 @@ class LayeredModel(nn.Module):
     Raises ValueError for an unsupported architecture.
     """
 
+    is_fast: bool = False
+
     def __init__(self, hf_model: PreTrainedModel, fast: bool = True) -> None:
         super().__init__()
         check_supported(hf_model.config)
@@ -116,6 +119,7 @@ class LayeredModel(nn.Module):
         self.norm = decoder.final_layer_norm if self.config.model_type == "opt" else decoder.norm
         self.softcap = getattr(self.config, "final_logit_softcapping", None)
         self.eos_token_ids = _eos_token_ids(hf_model)
+        self.is_fast = fast
         if fast:
             self.requires_grad_(False).eval()
             speed_up(decoder.layers)
@@ -154,10 +158,12 @@ class LayeredModel(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.decoder.embed_tokens.weight.dtype
 
-    def new_cache(self, num_blocks: int, block_size: int = 16, prefix_caching: bool = True) -> PagedKVCache:
-        """An empty cache that fits this model."""
+    def new_cache(
+        self, num_blocks: int, block_size: int = 16, prefix_caching: bool = True, extra_layers: int = 0
+    ) -> PagedKVCache:
+        """An empty cache that fits this model. extra_layers: room behind its own, for heads that read context."""
         return PagedKVCache(
-            self.num_layers,
+            self.num_layers + extra_layers,
             self.num_kv_heads,
             self.head_dim,
             num_blocks,
@@ -167,9 +173,9 @@ class LayeredModel(nn.Module):
             prefix_caching,
         )
 
-    def bytes_per_token(self) -> int:
+    def bytes_per_token(self, extra_layers: int = 0) -> int:
         """What one cached token costs over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * (self.num_layers + extra_layers) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def embed(self, batch: RaggedBatch) -> Float[Tensor, "tokens hidden"]:
         """The residual stream before the first layer."""

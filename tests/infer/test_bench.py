@@ -169,10 +169,25 @@ def test_rows_of_other_settings_are_refused_and_overwrite_begins_anew(tmp_path) 
     ledger.close()
     with pytest.raises(ValueError, match=r"measured with a=1, now it is 2; use another --output"):
         Ledger(path, {"a": 2, "t": (1, 2)})
-    kept, anew = Ledger(path, {"a": 1, "t": (1, 2)}), Ledger(path, {"a": 2}, overwrite=True)
-    assert (len(kept.runs), len(anew.runs)) == (1, 0)
+    kept = Ledger(path, {"a": 1, "t": (1, 2)})
     kept.close()
+    anew = Ledger(path, {"a": 2}, overwrite=True)
     anew.close()
+    assert (len(kept.runs), len(anew.runs)) == (1, 0)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_second_run_into_the_same_rows_is_refused_while_the_first_goes_on(tmp_path, overwrite: bool) -> None:
+    """Two runs would mix their rows, and disturb each other's times."""
+    path = tmp_path / "rows.jsonl"
+    first = Ledger(path, {"a": 1})
+    with pytest.raises(ValueError, match=r"rows\.jsonl is being written by another run"):
+        Ledger(path, {"a": 1}, overwrite=overwrite)
+    first.add(Run(0, 0, "ar", 1.0, []))
+    first.close()
+    again = Ledger(path, {"a": 1})
+    again.close()
+    assert again.runs == first.runs
 
 
 def test_differences_are_found_with_the_gap_at_the_first_one_and_only_once(tmp_path) -> None:
@@ -330,6 +345,7 @@ def test_prompts_too_long_for_the_context_are_named_and_left_out(model: str, tmp
         (["--batch-size", "0"], "batch_size must be at least 1"),
         (["--turns", "all", "--no-chat"], "turns=all needs a chat"),
         (["--peers", "vllm"], "peers must be among"),
+        (["--methods", "logitspec:5000"], "draft_tokens must be at most 1024, got 5000"),
     ],
 )
 def test_command_refuses_wrong_values_before_anything_runs(

@@ -24,6 +24,9 @@ from speclight.infer.request import Completion, GenerationParams, StreamChunk, T
 from speclight.infer.stats import SequenceStats
 from speclight.infer.terminal import COLOURS, RESET, coloured, print_stream, summary
 
+TRAINING = {"fit", "validate", "test"}
+"""Commands whose flags are Lightning's."""
+
 METHODS = ["ar", "prompt-lookup", "logitspec", "draft-model"]
 
 
@@ -52,7 +55,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # -- the frame -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name not in TRAINING)]
+)
 def test_help_answers_without_importing_torch_and_in_under_two_seconds(arguments: list[str]) -> None:
     """The time is the best of three: the machine may be busy with other tests."""
     code = (
@@ -81,7 +86,7 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
     assert main([]) == 2
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in {*TRAINING, "inspect"}])
 def test_every_command_can_be_loaded_and_every_flag_has_a_help_text(name: str) -> None:
     entries = list(cli._entries(options_class(load_command(name))))
     assert entries
@@ -197,6 +202,58 @@ def test_the_unforeseen_is_one_line_with_a_way_to_its_traceback(
     assert "TypeError: a bug" in printed and "--traceback" in printed and printed.count("\n") == 1
     with pytest.raises(TypeError):
         main(["--traceback", "generate", "--model", "m"])
+
+
+@pytest.mark.parametrize("name", ["jsonargparse", "torch"])
+def test_a_package_that_is_missing_is_named_with_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """As in a wheel installed with --no-deps; the modules that import it are loaded anew."""
+    for module in [module for module in sys.modules if module.startswith("speclight.infer.loading")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    assert main(["generate", "--model", "owner/name", "--prompt", "a"]) == 1
+    printed = capsys.readouterr().err
+    assert f"package '{name}' is missing: `pip install speclight`" in printed
+    assert printed.count("\n") == 1
+
+
+QUICK_MISTAKES = {
+    "flag": ["--modle", "x"],
+    "value": ["--model", "x", "--max-new-tokens", "many"],
+    "range": ["--model", "x", "--prompt", "a", "--temperature", "-1"],
+    "engine": ["--model", "x", "--prompt", "a", "--block-size", "0"],
+    "device": ["--model", "x", "--prompt", "a", "--device", "gpu"],
+    "method": ["--model", "x", "--prompt", "a", "--method", "logitspek"],
+    "model": ["--model", "/no/such", "--prompt", "a"],
+    "draft model": ["--model", ".", "--prompt", "a", "--method", "draft-model", "--draft-model", "/no/such"],
+    "template": ["--model", "x", "--prompt", "a", "--chat-template", "/no/such"],
+    "combination": ["--model", "x", "--stream"],
+    "input": ["--model", "x", "--input", "/no/such.jsonl", "--output", "y"],
+    "row": ["--model", "x", "--input", "rows.jsonl", "--output", "y"],
+}
+
+
+def test_mistakes_in_flags_paths_and_rows_are_answered_without_importing_torch(tmp_path: Path) -> None:
+    """Importing torch and transformers takes seconds; a slip of the hand should be answered at once."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "top_p": 3}')
+    code = (
+        "import json, sys; from speclight.infer.cli import main\n"
+        "heavy = lambda: sorted({'torch', 'transformers', 'scipy', 'numpy'} & set(sys.modules))\n"
+        "results = {name: [main(['generate', *flags]), heavy()] for name, flags in json.load(sys.stdin).items()}\n"
+        "print(json.dumps(results))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(QUICK_MISTAKES),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert json.loads(done.stdout) == {name: [2, []] for name in QUICK_MISTAKES}, done.stderr
 
 
 # -- options are what they stand for -----------------------------------------------------------------------------------
@@ -351,6 +408,63 @@ def test_a_wrong_row_is_refused_before_the_model_is_looked_for(
     files = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
     message = refused(capsys, "generate", "--model", "/no/such", *files)
     assert "in.jsonl:1: unknown field 'top_kk'; did you mean 'top_k'?" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"token_ids": [1, 96]}, r"prompt: token ids must be in [0, 96), got 96"),
+        ({"prompt": "ab", "stop_token_ids": [3, 500]}, "stop_token_ids: token ids must be in [0, 96), got 500"),
+        ({"prompt": "ab", "logit_bias": {"96": 1}}, "logit_bias: token ids must be in [0, 96), got 96"),
+        ({"token_ids": [1] * 513}, "prompt has 513 tokens; the longest text here is 512"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt has 605 tokens; the longest text here is 512"),
+        ({"prompt": "ab", "draft_tokens": 5000}, "draft_tokens must be at most 1024, got 5000"),
+        ({"prompt": "a\ud800"}, "prompt cannot be tokenised"),
+    ],
+)
+def test_a_row_that_the_model_can_never_run_is_refused_before_weights_are_read(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch, row: dict, message: str
+) -> None:
+    monkeypatch.setattr(generate, "build_engine", None)
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(row) + "\n")
+    files = ["--input", str(source), "--output", str(output)]
+    printed = refused(capsys, "generate", "--model", model, "--method", "ar", "--no-chat", *files)
+    assert f"in.jsonl:2: {message}" in printed
+
+
+def test_a_prompt_that_the_model_can_never_run_is_refused_before_weights_are_read(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "build_engine", None)
+    printed = refused(capsys, "generate", "--model", model, "--prompt", "x" * 600)
+    assert "--prompt: prompt has 605 tokens; the longest text here is 512" in printed
+
+
+def test_an_unsupported_architecture_ends_with_status_two_and_never_waits(tmp_path: Path) -> None:
+    """Neither weights nor tokenizer are there, and the checkpoint brings code: what it is must be said first, and
+    nothing asked on the terminal."""
+    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "speclight.infer", "generate", "--model", str(tmp_path), "--prompt", "a"]
+    done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "model_type 'mamba' (MambaForCausalLM) is not supported; supported: llama, " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_overwriting_prepares_once(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, prepare = [], generate.prepare
+    monkeypatch.setattr(generate, "prepare", lambda *given: calls.append(given) or prepare(*given))
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    files = ["--model", model, "--method", "ar", "--input", str(source), "--output", str(output), "--overwrite"]
+    for _ in range(2):
+        assert output_of(capsys, *files) == ""
+        assert len(output.read_text().splitlines()) == 2
+    assert len(calls) == 2
 
 
 def test_a_file_is_answered_with_each_rows_own_method_and_then_complete(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import product
 
 import pytest
 import scipy.stats
 import torch
+from heads import random_exits
 from speclight.infer.draft_model import DraftModelDrafter
 from speclight.infer.drafter import Drafter
 from speclight.infer.early_exit import EarlyExitDrafter
@@ -109,6 +111,14 @@ def expected(count: int) -> list[list[int]]:
 DRAFTERS = ["ar", "prompt-lookup", "logitspec", "draft-model", "draft-same", "random-tree", "oracle"]
 DRAFTERS += ["early-exit", "early-exit-last", "hispec", "hispec-wide", "hispec+logitspec", "hispec+prompt-lookup"]
 DRAFTERS += ["hispec+random-tree"]
+WITH_HEADS = ["early-exit-block", "hispec-adapter", "hispec-block", "hispec-block+logitspec"]
+
+GREEDY_CASES = list(product(DRAFTERS, [1, 3, 16], [1, 16], ["roomy", "preempted"]))
+# each value of each column, not each combination: what heads add is told apart by these
+for one in WITH_HEADS:
+    GREEDY_CASES += [(one, 1, 16, "roomy"), (one, 3, 1, "preempted"), (one, 16, 16, "preempted")]
+CACHE_CASES = list(product(DRAFTERS, [1, 16], [800, 112]))
+CACHE_CASES += [(one, *sizes) for one in WITH_HEADS for sizes in ((1, 112), (16, 800))]
 
 
 def drafter(name: str, count: int = 16) -> Drafter:
@@ -126,8 +136,21 @@ def drafter(name: str, count: int = 16) -> Drafter:
         "hispec+logitspec": lambda: HierarchicalDrafter(LogitSpecDrafter(k=8, capacity=6, retrieved=4), 3),
         "hispec+prompt-lookup": lambda: HierarchicalDrafter(PromptLookupDrafter(num_tokens=3), 2),
         "hispec+random-tree": lambda: HierarchicalDrafter(RandomTreeDrafter(), 3, window=2),
+        "early-exit-block": lambda: EarlyExitDrafter(2, num_tokens=3, exits=random_exits("block", (2,))),
+        "hispec-adapter": lambda: with_heads("adapter", 1, 3, num_tokens=2, window=4),
+        "hispec-block": lambda: with_heads("block", 1, 2, num_tokens=3, window=5),
+        "hispec-block+logitspec": lambda: HierarchicalDrafter(
+            LogitSpecDrafter(k=8, capacity=6, retrieved=4), 2, exits=random_exits("block", (2,), None)
+        ),
         "oracle": lambda: OracleDrafter({tuple(p): t for p, t in zip(prompts(count), expected(count), strict=True)}),
     }[name]()
+
+
+def with_heads(kind: str, draft_layer: int, verify_layer: int, num_tokens: int, window: int) -> Drafter:
+    exits = random_exits(kind, (draft_layer, verify_layer))
+    return HierarchicalDrafter(
+        EarlyExitDrafter(draft_layer, num_tokens, exits=exits), verify_layer, window, exits=exits
+    )
 
 
 def make_engine(name: str, **options) -> Engine:
@@ -135,10 +158,7 @@ def make_engine(name: str, **options) -> Engine:
     return Engine(tiny_lm(), drafters=[one], default_method=one.name, strict=True, **({"num_blocks": 400} | options))
 
 
-@pytest.mark.parametrize("pressure", ["roomy", "preempted"])
-@pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("batch", [1, 3, 16])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "batch", "block_size", "pressure"), GREEDY_CASES)
 def test_greedy_text_equals_transformers_generate(name, batch, block_size, pressure):
     """Layer 2. Fails if a draft is accepted wrongly or a pass sees a wrong key, with and without preemption."""
     slots = 2000 if pressure == "roomy" else 110  # the longest text needs 84
@@ -157,9 +177,7 @@ def test_greedy_text_equals_transformers_generate(name, batch, block_size, press
     engine.check_invariants()
 
 
-@pytest.mark.parametrize("slots", [800, 112], ids=["roomy", "preempted"])
-@pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "block_size", "slots"), CACHE_CASES)
 def test_after_every_commit_the_cache_equals_a_fresh_prefill(name, block_size, slots):
     """Layer 3. Fails if a rejected token's key stays, a branch is moved wrongly or a length is one off."""
     engine = make_engine(name, block_size=block_size, num_blocks=slots // block_size, max_batch_tokens=20)
@@ -173,13 +191,20 @@ def test_after_every_commit_the_cache_equals_a_fresh_prefill(name, block_size, s
 
 
 def _assert_cache_is_fresh(engine: Engine, sequence) -> None:
-    length = sequence.table.length
+    """The keys and values of heads that read context too, in the layers behind the model's."""
+    length, model = sequence.table.length, engine.model
     if length == 0:
         return
-    fresh, table = engine.model.new_cache(length, 1), CacheTable()
-    assert fresh.reserve(table, length)
+    extra = sum(len(exits.context_layers) for exits in engine.exits)
+    fresh, table = model.new_cache(length, 1, extra_layers=extra), CacheTable()
+    assert fresh.reserve(table, length) and len(engine.cache.data) == model.num_layers + extra
+    batch = RaggedBatch.build([BatchItem(sequence.token_ids[:length], 0, table.blocks)], 1)
     with torch.inference_mode():
-        engine.model(RaggedBatch.build([BatchItem(sequence.token_ids[:length], 0, table.blocks)], 1), fresh)
+        model(batch, fresh)
+        for exits in engine.exits:
+            for layer in exits.context_layers:
+                heads = exits.heads.bind(model, model.is_fast, model.num_layers)
+                heads.states(layer, model.run(model.embed(batch), batch, fresh, 0, layer), batch, fresh)
     slots = [engine.cache.slot(sequence.table, position) for position in range(length)]
     expected_slots = [fresh.slot(table, position) for position in range(length)]
     torch.testing.assert_close(engine.cache.data[:, :, slots], fresh.data[:, :, expected_slots], atol=1e-9, rtol=1e-9)

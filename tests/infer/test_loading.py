@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from checkpoint import TOKENS, save_gguf, save_tiny, tiny_tokenizer
@@ -18,6 +19,7 @@ from speclight.infer.loading import (
     resolve_device,
     resolve_dtype,
     resolve_model,
+    text_config,
 )
 from speclight.modules.batch import BatchItem, RaggedBatch
 from support import hf_tiny
@@ -85,6 +87,41 @@ def test_an_unsupported_architecture_is_refused_by_name_before_weights_are_read(
     ruin_weights(folder)
     with pytest.raises(ValueError, match=r"'mamba' \(MambaForCausalLM\).*supported: llama, "):
         resolve_model(str(folder))
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json"])
+def test_what_a_model_is_comes_before_what_it_lacks(folder: Path, missing: str) -> None:
+    """Who mends the missing file first would only then learn that it was for nothing."""
+    for path in folder.glob(missing.partition(".")[0] + "*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors|no tokenizer"):
+        resolve_model(str(folder))
+    edit_config(folder, model_type="mamba", architectures=["MambaForCausalLM"])
+    with pytest.raises(ValueError, match=r"'mamba' \(MambaForCausalLM\).*supported: llama, "):
+        resolve_model(str(folder))
+
+
+def test_a_gguf_file_of_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "other.gguf"), "rwkv7")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"other\.gguf.*rwkv7"):
+        resolve_model(str(tmp_path / "other.gguf"))
+
+
+@pytest.mark.parametrize("content", ["{not json", "[1]", '{"model_type": 3}', "{}"])
+def test_a_configuration_that_cannot_be_read_is_a_users_error_not_a_crash(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=str(folder)):
+        load_model(str(folder))
+
+
+def test_the_limits_known_before_weights_are_those_of_the_model(folder: Path, tmp_path: Path) -> None:
+    gguf_source = resolve_model(str(save_gguf(tmp_path / "tiny.gguf")), cache_dir=str(tmp_path / "cache"))
+    for source in (resolve_model(str(folder)), gguf_source):
+        config, model = text_config(source), load_weights(source)
+        assert (config.vocab_size, config.max_position_embeddings) == (model.vocab_size, model.max_positions)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])

@@ -17,10 +17,14 @@ from speclight.infer.cli import main
 from speclight.infer.compare import first_difference, logit_gap, next_logits, token_at
 from speclight.infer.verify import (
     FALSE_ALARM,
+    LEAST_EXPECTED,
     REST,
+    Cells,
     Check,
     Settings,
+    best_p_value,
     chi_square,
+    count_texts,
     encode_prompts,
     exact_cells,
     render,
@@ -31,7 +35,7 @@ from support import tiny_lm
 
 PROMPTS = {"repetition": [5, 6, 7, 5, 6, 7, 5, 6], "list": [9, 10, 11, 12], "one": [3]}
 SETTINGS = Settings("logitspec", max_new_tokens=8, samples=100, temperature=0.2)  # cold: few and full cells
-BRIEF = replace(SETTINGS, samples=10)  # where the chi-square test is beside the point
+BRIEF = replace(SETTINGS, samples=40)  # where the chi-square test is beside the point
 
 
 def engine_with(*drafters, **options) -> Engine:
@@ -167,7 +171,14 @@ def test_command_exits_with_one_and_json_says_why(model: str, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    "flags", [["--samples", "0"], ["--temperature", "0"], ["--method", "logitspeck"], ["--max-new-tokens", "0"]]
+    "flags",
+    [
+        ["--samples", "1"],
+        ["--temperature", "0"],
+        ["--method", "logitspeck"],
+        ["--max-new-tokens", "0"],
+        ["--draft-tokens", "5000"],
+    ],
 )
 def test_command_refuses_wrong_values_with_status_two(model: str, flags: list[str], capsys) -> None:
     assert main(["verify", "--model", model, *flags]) == 2
@@ -180,6 +191,40 @@ def test_prompts_without_tokens_are_left_out_and_chats_use_the_template() -> Non
     assert "Chinese" not in raw  # the tiny vocabulary has none of its characters
     assert {"prose", "repetition", "one letter"} <= raw.keys()
     assert len(chats["one letter"]) > len(raw["one letter"]) == 1
+
+
+def test_too_few_samples_are_refused_with_the_number_that_can_find_something(model: str, capsys) -> None:
+    """Of 11 texts none could be a fault: a test that cannot fail would be passed by anything."""
+    assert main(["verify", "--model", model, "--samples", "11"]) == 2
+    assert "samples must be at least 12, got 11" in capsys.readouterr().err
+    limit = FALSE_ALARM / 2
+    best_case = Cells({(1,): LEAST_EXPECTED / 12, (REST,): 1 - LEAST_EXPECTED / 12})
+    p_value, _ = chi_square(best_case, [[1]] * 12)
+    assert p_value == pytest.approx(best_p_value(best_case, 12))
+    assert p_value < limit
+    tighter = Cells({(1,): LEAST_EXPECTED / 11, (REST,): 1 - LEAST_EXPECTED / 11})
+    assert chi_square(tighter, [[1]] * 11)[0] > limit
+
+
+def test_texts_that_could_show_no_fault_are_no_evidence() -> None:
+    """At a temperature near 0 the first tokens are certain, whatever the drafter does."""
+    check = checks_of(engine_with(LogitSpecDrafter()), replace(BRIEF, temperature=0.001))["distribution"]
+    assert not check.passed
+    assert all("too few to notice anything" in detail for detail in check.details[:2])
+
+
+def test_progress_is_told_text_by_text_up_to_the_number_announced() -> None:
+    told: list[int] = []
+    run_checks(engine_with(LogitSpecDrafter()), PROMPTS, BRIEF, told.append)
+    assert sum(told) == count_texts(PROMPTS, BRIEF) == 3 * 3 + 2 * 40
+
+
+def test_progress_is_shown_on_a_terminal_only(model: str, capsys, monkeypatch) -> None:
+    assert main(["verify", "--model", model, *ARGUMENTS, "--json"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(["verify", "--model", model, *ARGUMENTS, "--json"]) == 0
+    assert "text" in capsys.readouterr().err
 
 
 # -- the test itself -------------------------------------------------------------------------------------------------

@@ -97,7 +97,25 @@ def test_exported_counters_survive_json() -> None:
 def test_engine_overhead_is_drafting_outside_the_model_over_whole_steps() -> None:
     stats = EngineStats()
     assert stats.overhead_share == 0.0
-    stats.record_step(seconds=2.0, drafting=0.1, model=1.5, verifying=0.4, layer_tokens=40)
-    stats.record_step(seconds=2.0, drafting=0.1, model=1.5, verifying=0.4, layer_tokens=40)
+    stats.record_step(seconds=2.0, drafting=0.1, model=1.5, verifying=0.4)
+    stats.record_step(seconds=2.0, drafting=0.1, model=1.5, verifying=0.4)
     assert stats.overhead_share == pytest.approx(0.05)
-    assert (stats.steps, stats.as_dict()["layer_tokens"]) == (2, 80)
+    assert stats.steps == 2
+
+
+def test_layer_tokens_are_counted_by_stage_and_heads_apart() -> None:
+    stats = EngineStats()
+    stats.record_work({"prefill": 100, "full": 40})
+    stats.record_work({"draft": 3, "intermediate": 5, "head": 7})
+    assert (stats.decoding_layer_tokens, stats.layer_tokens, stats.head_tokens) == (48, 148, 7)
+    assert EngineStats.from_dict(stats.as_dict()) == stats
+
+
+def test_the_inner_stage_is_counted_like_the_outer_and_apart_from_it() -> None:
+    stats = SequenceStats()
+    for num_drafted, max_depth, num_accepted, emitted in ((4, 4, 4, 5), (4, 4, 0, 1), (2, 2, 1, 2), (0, 0, 0, 1)):
+        stats.record_inner(num_drafted, max_depth, num_accepted, emitted)
+    assert (stats.inner_passes, stats.inner_emitted, stats.inner_acceptance_rate) == (4, 9, 0.5)
+    assert stats.inner_conditional_acceptance == TRACE.conditional_acceptance
+    assert (stats.drafted, stats.target_passes) == (0, 0)
+    assert SequenceStats.from_dict(json.loads(json.dumps(stats.as_dict()))) == stats

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speclight.infer import text
 from speclight.infer.text import TextStream, cut_block
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -29,7 +30,8 @@ def byte_alphabet() -> list[str]:
 
 
 BYTES = byte_alphabet()
-EXTRA = ["ab", "abc", "bca", BYTES[32] + "ab", BYTES[0xF0] + BYTES[0x9F], BYTES[0x80] + "a"]
+BETWEEN = BYTES[0x98] + BYTES[0x80] + BYTES[0xF0] + BYTES[0x9F]  # the end of one emoji and the beginning of the next
+EXTRA = ["ab", "abc", "bca", BYTES[32] + "ab", BYTES[0xF0] + BYTES[0x9F], BYTES[0x80] + "a", BETWEEN]
 BYTE_LEVEL = fast_tokenizer([*BYTES, *EXTRA], decoders.ByteLevel())
 FALLBACK_VOCAB = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁ab", "a", "b", "c", "▁▁", "ñ", "\ufffd"]
 BYTE_FALLBACK = fast_tokenizer(
@@ -140,6 +142,65 @@ def test_stops_cut_before_their_first_occurrence_for_any_blocks(name: str, data:
     else:
         assert stream.consumed == end + 1
         assert text == prefixes[end][: min(prefixes[end].find(stop) for stop in stops if stop in prefixes[end])]
+
+
+LONG = 3000
+NASTY = {
+    "special tokens": ("byte-level", lambda end: [ord("a"), *[end] * LONG, ord("b")]),
+    "special tokens first": ("byte-fallback", lambda end: [*[end] * LONG, FALLBACK_VOCAB.index("▁ab")]),
+    "ids beyond the vocabulary": ("byte-level", lambda end: [ord("a"), *[UNKNOWN_ID] * LONG, ord("b")]),
+    "bytes that are no character": ("byte-level", lambda end: [0x80] * LONG),
+    "characters that never complete": ("byte-level", lambda end: [0xF0, 0x9F] * (LONG // 2)),
+    "tokens across characters": (
+        "byte-level",
+        lambda end: [*b"\xf0\x9f", *[256 + EXTRA.index(BETWEEN)] * LONG, *b"\x98\x80"],
+    ),
+    "a valid run of bytes": ("byte-fallback", lambda end: [*ids_of("😀ñ" * (LONG // 6)), FALLBACK_VOCAB.index("a")]),
+    "a run that breaks late": ("byte-fallback", lambda end: [*ids_of("😀ñ" * (LONG // 6)), 0xFF, *ids_of("é!")]),
+    "a run that ends open": ("byte-fallback", lambda end: [*ids_of("😀ñ" * (LONG // 6)), 0xF0, 0x9F]),
+    "a broken run": ("byte-fallback", lambda end: [0xFF, *ids_of("ñ" * (LONG // 2)), FALLBACK_VOCAB.index("▁ab")]),
+    "a run with special tokens in it": ("byte-fallback", lambda end: [*[0xC3, end, 0xB1, end] * (LONG // 4), 0xC3]),
+    "replacement characters of the text": ("byte-fallback", lambda end: [FALLBACK_VOCAB.index("\ufffd")] * LONG),
+    "spaces": ("byte-fallback", lambda end: [32] * LONG),
+}
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=["no stop", "stop"])
+@pytest.mark.parametrize("kind", NASTY)
+def test_time_is_linear_in_the_length_of_a_text(kind: str, stop: tuple[str, ...], monkeypatch) -> None:
+    """Decoding everything undecided again for each token makes thousands of them take seconds; a thousand would be
+    half a million ids decoded."""
+    name, make = NASTY[kind]
+    tokenizer = TOKENIZERS[name]
+    ids = make(tokenizer.eos_token_id)
+    expected, decode, decoded = whole(tokenizer, ids), tokenizer.decode, []
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **more: decoded.append(len(ids)) or decode(ids, **more))
+    assert streamed(TextStream(tokenizer, stop), blocks(ids, 1)) == expected
+    assert sum(decoded) <= 150 * len(ids)
+    assert max(decoded) <= 200
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_window_that_is_cut_short_changes_nothing(name: str, data: st.DataObject) -> None:
+    """Long runs of what keeps a window open, and windows so short that every cut is tried."""
+    tokenizer = TOKENIZERS[name]
+    some = [0xC3, 0xA9, 0xFF, 0xF0, 0x9F, 0x98, 0x80, 32, tokenizer.eos_token_id, UNKNOWN_ID, len(tokenizer) - 2]
+    piece = st.tuples(st.lists(st.sampled_from([*some, *range(len(tokenizer))]), max_size=4), st.integers(1, 9))
+    ids = [token_id for part, times in data.draw(st.lists(piece, max_size=8)) for token_id in part * times]
+    stops = data.draw(st.sampled_from([(), ("ñ😀", "éé", "b c")]))
+    prefixes = [whole(tokenizer, ids[:end]) for end in range(1, len(ids) + 1)] if stops else []
+    end = next((n for n, prefix in enumerate(prefixes) if any(stop in prefix for stop in stops)), None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "WINDOW", data.draw(st.integers(1, 8)))
+        stream = TextStream(tokenizer, stops)
+        shown = streamed(stream, blocks(ids, data.draw(st.integers(1, 5))))
+    if end is None:
+        assert shown == whole(tokenizer, ids)
+    else:
+        assert stream.consumed == end + 1
+        assert shown == prefixes[end][: min(prefixes[end].find(stop) for stop in stops if stop in prefixes[end])]
 
 
 def test_special_tokens_and_ids_beyond_the_vocabulary_leave_no_text() -> None:

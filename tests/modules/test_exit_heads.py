@@ -6,7 +6,7 @@ import pytest
 import torch
 from speclight.modules.batch import BatchItem, RaggedBatch
 from speclight.modules.bundle import HeadBundle, fingerprint
-from speclight.modules.exit_heads import KINDS, ExitHeads, default_layers, draft_vocabulary
+from speclight.modules.exit_heads import KINDS, ExitHeads, default_layers
 from speclight.modules.kv_cache import CacheTable
 from speclight.modules.layered_model import LayeredModel
 from support import FAMILIES, TableLM, random_table, tiny_lm
@@ -91,18 +91,18 @@ def test_an_untrained_block_equals_the_models_next_layer_exactly(family, layer):
 
 @pytest.mark.parametrize("fast", [False, True], ids=["transformers", "fast"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_block_decodes_through_its_own_cache_with_the_targets_block_tables(family, fast):
-    """Chunks through the cache equal one pass; fails if keys land in a layer other than 0 or in other slots."""
+def test_blocks_decode_through_layers_of_the_targets_cache_behind_its_own(family, fast):
+    """Chunks through the cache equal one pass; fails if keys land in another layer or in other slots."""
     model = frozen(family)
-    exits = trained(ExitHeads(model, [2], "block")).bind(model, fast)
+    heads = trained(ExitHeads(model, [1, 2, 3], ["block", "block", "norm"]))
+    exits = heads.bind(model, fast, cache_layer=model.num_layers)
     batch, hidden = residual(model, 2)
-    target = model.new_cache(num_blocks=8, block_size=4)
-    cache = exits.new_cache(2, num_blocks=8, block_size=4)
-    assert cache is not None and cache.data.shape[0] == 1 and cache.data.shape[1:] == target.data.shape[1:]
-    tables, rows = [table_of(target, len(ids)) for ids in TEXTS], [[], []]
+    cache = model.new_cache(num_blocks=8, block_size=4, extra_layers=len(heads.context_layers))
+    assert len(cache.data) == model.num_layers + 2
+    tables, rows = [table_of(cache, len(ids)) for ids in TEXTS], [[], []]
     parts = hidden.split([len(ids) for ids in TEXTS])
     with torch.no_grad():
-        expected = exits.logits(2, hidden, batch).split([len(ids) for ids in TEXTS])
+        expected = heads.bind(model).logits(2, hidden, batch).split([len(ids) for ids in TEXTS])
         for start, stop in ((0, 2), (2, 3), (3, 10)):
             present = [i for i, ids in enumerate(TEXTS) if start < len(ids)]
             items = [BatchItem(TEXTS[i][start:stop], start, tables[i].blocks) for i in present]
@@ -112,15 +112,24 @@ def test_a_block_decodes_through_its_own_cache_with_the_targets_block_tables(fam
                 rows[i].append(got)
     for got, wanted in zip(rows, expected, strict=True):
         torch.testing.assert_close(torch.cat(got), wanted, atol=1e-6, rtol=1e-6)
+    used = [bool(layer.any()) for layer in cache.data]
+    assert used == [False] * (model.num_layers + 1) + [True], "the second head's layer is the last"
 
 
-def test_only_blocks_need_a_cache():
-    model = tiny_lm()
-    heads = ExitHeads(model, [1, 2, 3], ["norm", "adapter", "block"])
+def test_only_blocks_read_context():
+    model = frozen()
+    heads = ExitHeads(model, [1, 2, 3], ["norm", "adapter", "block"], rank=4)
     assert [heads.reads_context(layer) for layer in (1, 2, 3)] == [False, False, True]
-    slow = frozen()
-    exits = ExitHeads(slow, [1, 2, 3], ["norm", "adapter", "block"], rank=4).bind(slow)
-    assert [exits.new_cache(layer, 2) is None for layer in (1, 2, 3)] == [True, True, False]
+    assert heads.context_layers == (3,)
+
+
+def test_a_block_that_was_not_given_layers_of_a_cache_refuses_one():
+    """It would write where the model's first layer does."""
+    model = frozen()
+    cache = model.new_cache(2, extra_layers=1)
+    batch, hidden = residual(model, 2)
+    with pytest.raises(ValueError, match="cache_layer must be given to bind"):
+        ExitHeads(model, [2], "block").bind(model).logits(2, hidden, batch, cache)
 
 
 def test_heads_without_parameters_work_on_any_layered_model():
@@ -233,19 +242,6 @@ def test_scattered_logits_give_other_tokens_no_probability():
     assert torch.equal(exits.heads.scatter(q[:, inside], fill=0.0), q)
 
 
-def test_the_draft_vocabulary_is_the_most_frequent_tokens_with_ties_to_lower_ids():
-    counts = torch.tensor([5, 0, 7, 5, 5, 1])
-    assert draft_vocabulary(counts, 3).tolist() == [0, 2, 3]
-    assert draft_vocabulary(counts, 3, keep=[1]).tolist() == [0, 1, 2]
-    assert draft_vocabulary(counts, 6).tolist() == list(range(6))
-    assert counts.tolist() == [5, 0, 7, 5, 5, 1]
-    for size, keep in ((0, []), (7, []), (1, [0, 1])):
-        with pytest.raises(ValueError, match="size must be from"):
-            draft_vocabulary(counts, size, keep)
-    with pytest.raises(ValueError, match=r"keep.*below 6"):
-        draft_vocabulary(counts, 2, [6])
-
-
 # --- inference ----------------------------------------------------------------------------------------------------
 
 
@@ -292,7 +288,7 @@ def test_reloaded_heads_give_the_very_logits_of_those_in_memory(family, kind, fa
     if family == "llama":
         settings["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
     model = frozen(family, dtype=torch.float32, **settings)
-    ids = draft_vocabulary(torch.randint(0, 50, (96,), generator=torch.Generator().manual_seed(3)), 40, keep=[95])
+    ids = torch.randperm(96, generator=torch.Generator().manual_seed(3))[:40]
     heads = trained(ExitHeads(model, kind=kind, rank=8, draft_ids=ids))
     heads.to_bundle(fingerprint(model), "tiny").save(tmp_path / "bundle")
 

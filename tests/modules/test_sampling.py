@@ -341,17 +341,8 @@ def test_plain_greedy_is_an_argmax_that_never_looks_at_the_prefix(monkeypatch: p
     pipeline = LogitsPipeline(SamplingParams(), 0)
     monkeypatch.delattr(torch, "from_numpy")  # how a prefix becomes a tensor
     assert pipeline(torch.tensor(ROW), [1, 2, 3]) == OneHot(0, 4)
-    assert pipeline.only_argmax
     with pytest.raises(AttributeError):
         LogitsPipeline(SamplingParams(repetition_penalty=1.1), 0)(torch.tensor(ROW), [1, 2, 3])
-
-
-@pytest.mark.parametrize(
-    "fields", [{"temperature": 1.0}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.1}, {"repetition_penalty": 1.1}]
-)
-def test_only_argmax_is_claimed_for_nothing_else(fields: dict[str, Any]) -> None:
-    assert not LogitsPipeline(SamplingParams(**fields), 0).only_argmax
-    assert not LogitsPipeline(SamplingParams(logits_processors=(Recorder(),)), 0).only_argmax
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

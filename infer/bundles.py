@@ -1,0 +1,65 @@
+"""What is known of a bundle of exit heads, and of the model it shall be used on, before weights are read."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+
+from ..modules.bundle import SUMS, HeadBundle, fingerprint_checkpoint
+from ..modules.exit_heads import KIND, default_layers
+from .exits import EarlyExits
+from .sources import ModelSource
+
+WEIGHT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
+
+
+def load_bundle(folder: str) -> HeadBundle:
+    """Raises ValueError for a folder that is damaged, or that holds no exit heads."""
+    bundle = HeadBundle.load(folder)
+    layers = bundle.config.get("layers")
+    if bundle.kind != KIND or not isinstance(layers, list) or not layers:
+        raise ValueError(f"bundle {folder!r} holds {bundle.kind!r} for layers {layers}; it must hold {KIND!r}")
+    return bundle
+
+
+def bundle_digest(folder: str) -> str:
+    """Tells bundles apart; empty for a folder that is none, which `load_bundle` refuses."""
+    sums = Path(folder).expanduser() / SUMS
+    return hashlib.sha256(sums.read_bytes()).hexdigest()[:16] if sums.is_file() else ""
+
+
+def planned_exits(num_layers: int, bundle: HeadBundle | None) -> EarlyExits:
+    """Exits that know which layers they have, and no more: to check settings against."""
+    exits = EarlyExits()
+    exits.num_layers = num_layers
+    exits.layers = None if bundle is None else tuple(bundle.config["layers"])
+    return exits
+
+
+def default_exits(exits: EarlyExits) -> tuple[int, int]:
+    """(L_d, L_i): a bundle's lowest and highest exit; without one an eighth and a quarter of the layers."""
+    if exits.layers is not None:
+        return exits.layers[0], exits.layers[-1]
+    draft, verify = default_layers(exits.num_layers)
+    return draft, min(verify, exits.num_layers)
+
+
+def base_fingerprint(source: ModelSource) -> str | None:
+    """The checkpoint's fingerprint; None where it is known only once the weights are loaded (GGUF, pickles).
+
+    Of a hub id the safetensors are fetched for it, which loading it would do next.
+    """
+    if source.gguf_file is not None:
+        return None
+    folder = Path(source.location).expanduser()
+    if not folder.is_dir():
+        folder = Path(snapshot_download(source.location, allow_patterns=list(WEIGHT_FILES)))
+    if not any((folder / name).is_file() for name in WEIGHT_FILES[1:3]):
+        return None
+    try:
+        return fingerprint_checkpoint(folder)
+    except SafetensorError as error:
+        raise ValueError(f"weights of {source.name!r} cannot be read ({error}); is the download complete?") from error

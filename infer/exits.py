@@ -1,0 +1,123 @@
+"""The target's early exits, as drafters and engine share them: logits over the whole vocabulary after a layer.
+
+A head may read context (a block): its keys and values are then layers of the target's own cache, behind the model's,
+and every token of a text must pass it, once. A drafter's own tokens pass it where they are drafted or verified; all
+others (prompts, what is pending, rows behind a proposal) on their way through the layers, see `segments.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..modules.batch import RaggedBatch
+from ..modules.exit_heads import ExitHeads
+from ..modules.kv_cache import PagedKVCache
+from ..modules.layered_model import LayeredModel
+
+ExitHead = Callable[[Tensor], Tensor]
+"""[rows, hidden] after the exit layer -> [rows, vocab] logits, -inf where the head's draft vocabulary has no token."""
+
+
+class Tap(NamedTuple):
+    """A head that must be shown every token of a text, by the residual stream after `layer` layers."""
+
+    exits: EarlyExits
+    layer: int
+
+
+class EarlyExits:
+    """Exits after any layer through the model's own final norm and unembedding: for models trained to exit early.
+
+    layers: those that have a head, None for all. context_layers: those whose head reads context. num_layers: the
+    model's, known from `attach` on.
+    work: what was done since `take_work`: layer-tokens, that is tokens times layers, that drafters have run ("draft",
+    "intermediate", and "prefill" for what was pending before a root), and tokens through heads ("head").
+    """
+
+    layers: tuple[int, ...] | None = None
+    context_layers: tuple[int, ...] = ()
+    num_layers: int = 0
+
+    def __init__(self) -> None:
+        self.work: Counter[str] = Counter()
+
+    def attach(self, model: LayeredModel, cache: PagedKVCache, cache_layer: int) -> None:
+        """Called once by the engine, before drafters are attached. The layers of the cache from `cache_layer` on, as
+        many as there are context layers, belong to these heads."""
+        self.model, self.cache, self.num_layers = model, cache, model.num_layers
+
+    def check(self, name: str, layer: int) -> None:
+        """Raise ValueError, naming the setting, for a layer without an exit."""
+        if not 1 <= layer <= self.num_layers:
+            raise ValueError(f"{name} must be in [1, {self.num_layers}], the model's layers, got {layer}")
+        if self.layers is not None and layer not in self.layers:
+            with_head = ", ".join(map(str, self.layers))
+            raise ValueError(f"{name} must be a layer that the bundle has a head for ({with_head}), got {layer}")
+
+    def taps(self, layer: int) -> frozenset[Tap]:
+        """What must be shown every token of a text that uses the exit after `layer`."""
+        return frozenset((Tap(self, layer),) if layer in self.context_layers else ())
+
+    def logits(self, layer: int, hidden: Tensor, batch: RaggedBatch, rows: SequenceOf[int]) -> Tensor:
+        """[rows, vocab] logits after some rows of a batch, -inf where the head cannot predict a token.
+
+        hidden: [tokens, hidden] after `layer` layers of the whole batch, which a head that reads context then knows.
+        """
+        index = torch.tensor(rows, device=hidden.device)
+        self.work["head"] += batch.num_tokens if layer in self.context_layers else len(rows)
+        return self._logits(layer, hidden, batch, index)
+
+    def tap(self, layer: int, hidden: Tensor, batch: RaggedBatch) -> None:
+        """Show a batch to a head that reads context. hidden: [tokens, hidden] after `layer` layers."""
+        self.work["head"] += batch.num_tokens
+        self._show(layer, hidden, batch)
+
+    def take_work(self) -> Counter[str]:
+        work, self.work = self.work, Counter()
+        return work
+
+    def _logits(self, layer: int, hidden: Tensor, batch: RaggedBatch, index: Tensor) -> Tensor:
+        return self.model.logits(hidden.index_select(0, index))
+
+    def _show(self, layer: int, hidden: Tensor, batch: RaggedBatch) -> None:
+        raise AssertionError("only heads that read context are shown tokens")
+
+
+class CallableExit(EarlyExits):
+    """The exit after one layer through any function; the others through the model's own."""
+
+    def __init__(self, layer: int, head: ExitHead) -> None:
+        super().__init__()
+        self.layer, self.head = layer, head
+
+    def _logits(self, layer: int, hidden: Tensor, batch: RaggedBatch, index: Tensor) -> Tensor:
+        rows = hidden.index_select(0, index)
+        return self.head(rows) if layer == self.layer else self.model.logits(rows)
+
+
+class HeadExits(EarlyExits):
+    """The exits of trained heads, bound to the engine's model when it is known: packed if the model is."""
+
+    def __init__(self, heads: ExitHeads) -> None:
+        super().__init__()
+        self.heads, self.layers, self.context_layers = heads, heads.layers, heads.context_layers
+
+    def attach(self, model: LayeredModel, cache: PagedKVCache, cache_layer: int) -> None:
+        super().attach(model, cache, cache_layer)
+        self._exits = self.heads.bind(model, model.is_fast, cache_layer)
+
+    def _logits(self, layer: int, hidden: Tensor, batch: RaggedBatch, index: Tensor) -> Tensor:
+        if layer in self.context_layers:
+            logits = self._exits.finish(self._exits.states(layer, hidden, batch, self.cache).index_select(0, index))
+        else:
+            logits = self._exits.logits(layer, hidden.index_select(0, index))
+        return self.heads.scatter(logits)
+
+    def _show(self, layer: int, hidden: Tensor, batch: RaggedBatch) -> None:
+        self._exits.states(layer, hidden, batch, self.cache)

@@ -1,0 +1,35 @@
+"""Files that a killed run must leave whole, and that two runs must not write at once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a whole file, or leave the old one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def check_unlocked(path: Path) -> None:
+    """Raise ValueError while another run holds the file; one that is not there yet is nobody's."""
+    if path.exists():
+        open_locked(path).close()
+
+
+def open_locked(path: Path) -> BinaryIO:
+    """The file, to append to; it is held until it is closed. Raises ValueError when another run has it.
+
+    `replace_file` puts another file under the name: lock afterwards, and see `check_unlocked` before.
+    """
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"{path} is being written by another run; wait for it, or use another --output") from None
+    return file

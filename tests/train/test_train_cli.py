@@ -1,0 +1,302 @@
+"""The training commands: recipes by name, what is given now counts, and a mistake is one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from checkpoint import save_tiny, tiny_tokenizer
+from fitting import TEXTS, prompts_file, write_rows
+from speclight.infer.cli import main
+from speclight.train import cli
+from speclight.train.cli import LastCheckpoint, TrainingCLI, differences, packaged_configs
+
+FAMILIES = {
+    "hispec_smollm2": "llama",
+    "hispec_llama31_8b": "llama",
+    "hispec_qwen3_8b": "qwen3",
+    "hispec_gemma3_4b": "gemma3",
+    "early_exit_smollm2_lora": "llama",
+    "early_exit_scratch": None,
+}
+TINY_HEADS = ["--model.layers=[1,2]", "--model.rank=8", "--model.draft_vocab=40"]
+TINY_SHAPE = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
+SPECIFIC = {
+    "early_exit_smollm2_lora": ["--model.layers=[1,2]"],
+    "early_exit_scratch": ["--model.architecture", json.dumps(TINY_SHAPE | {"num_attention_heads": 4})],
+}
+CONFIG = """
+model:
+  class_path: speclight.train.early_exit.EarlyExitModule
+  init_args: {model: "${data.init_args.model}", layers: [1, 2], rank: 8, lr: 0.1}
+data:
+  class_path: speclight.train.data.TextDataModule
+  init_args: {model: MODEL, train: ROWS, val: ROWS, row_tokens: 16, batch_rows: 2}
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  log_every_n_steps: 1
+  enable_progress_bar: false
+  enable_model_summary: false
+  default_root_dir: ROOT
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, ten texts, prompts."""
+    folder = tmp_path_factory.mktemp("home")
+    save_tiny(folder / "model")
+    write_rows(folder / "rows.jsonl", [{"text": text} for text in TEXTS])
+    prompts_file(folder, 2)
+    return folder
+
+
+@pytest.fixture
+def config(home: Path, tmp_path: Path) -> str:
+    values = {"MODEL": home / "model", "ROWS": home / "rows.jsonl", "ROOT": tmp_path / "runs"}
+    text = CONFIG
+    for name, path in values.items():
+        text = text.replace(name, str(path))
+    (tmp_path / "config.yaml").write_text(text)
+    return str(tmp_path / "config.yaml")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("speclight: error: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+def printed_config(*flags: str) -> dict:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["fit", *flags, "--print_config"]) == 0
+    return yaml.safe_load(out.getvalue())
+
+
+# --- recipes by name ------------------------------------------------------------------------------------------------
+
+
+def test_every_packaged_recipe_is_tried_here() -> None:
+    assert packaged_configs().keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packaged_recipe_is_found_by_name_and_its_variables_follow_the_command_line(name: str) -> None:
+    """The base model is named once: what the command line says of it reaches the module."""
+    found = printed_config("--config", name, "--data.model", "mine", "--trainer.max_steps", "7")
+    arguments = found["model"]["init_args"]
+    assert "mine" in (arguments.get("model"), arguments.get("tokenizer"))
+    assert found["trainer"]["max_steps"] == 7 and found["trainer"]["precision"] == "bf16-mixed"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packaged_recipe_runs_on_a_tiny_model_of_its_family(
+    name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    family = FAMILIES[name]
+    if family is None:
+        tiny_tokenizer().save_pretrained(tmp_path / "model")
+    else:
+        save_tiny(tmp_path / "model", family)
+    rows = str(home / "rows.jsonl")
+    data = ["--data.model", "model", "--data.train", rows, "--data.val", rows, "--data.row_tokens", "16"]
+    given = [*data, "--data.prompts", str(home / "prompts.jsonl"), *SPECIFIC.get(name, TINY_HEADS)]
+    trainer = ["--trainer.accelerator=cpu", "--trainer.fast_dev_run=2", "--trainer.enable_progress_bar=false"]
+    trainer += ["--trainer.callbacks.max_new_tokens=8"]
+    assert main(["fit", "--config", name, *given, *trainer, "--model.warmup_steps=0"]) == 0
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--trainer.max_stps", "3"], "unknown option --trainer.max_stps; did you mean '--trainer.max_steps'?"),
+        (["--model.lrr", "3"], "early_exit.EarlyExitModule has no option 'lrr'; did you mean 'lr'?"),
+        (["--data.row_token=3"], "data.TextDataModule has no option 'row_token'; did you mean 'row_tokens'?"),
+        (["--model.lr", "fast"], "model.lr: Expected a float. Got value: fast"),
+        (["--model.layers", "x"], "model.layers: expected list[int], null, got 'x'"),
+        (["--trainer.accelerator", "gpus"], "invalid accelerator name: `accelerator='gpus'`"),
+        (["--config", "hispec_smolm2"], "did you mean 'hispec_smollm2'?; packaged: early_exit_scratch"),
+        (["--model", "NoModule"], "NoModule"),
+        (["--ckpt_path", "nowhere.ckpt"], "ckpt_path 'nowhere.ckpt' does not exist"),
+        (["--ckpt_path", "last"], "ckpt_path is 'last', and there is no last.ckpt below"),
+        (["--model.model", "/no/such"], "model '/no/such' does not exist; it must be a hub id"),
+        (["--model.position_share", "0"], "position_share must be above 0"),
+        (["--data.train", "/no/such.jsonl"], "/no/such.jsonl does not exist"),
+        (["--data.train", "null"], "data.train must be given for `fit`"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(
+    config: str, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert message in refused(capsys, "fit", "--config", config, *flags).replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("traner: {max_steps: 3}", "unknown key 'traner.max_steps'; did you mean 'trainer.max_steps'?"),
+        ("trainer: {max_stepz: 3}", "unknown key 'trainer.max_stepz'; did you mean 'trainer.max_steps'?"),
+        ("trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {monitr: x}}]}", "did you mean 'monitor'?"),
+        ('model: {init_args: {lr: "${data.init_args.modle}"}}', "Interpolation key 'data.init_args.modle' not found"),
+        ("a: [", "parsing config"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    (tmp_path / "more.yaml").write_text(text)
+    assert message in refused(capsys, "fit", "--config", config, "--config", str(tmp_path / "more.yaml"))
+
+
+def test_nothing_at_all_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--data, --model must be given" in refused(capsys, "fit")
+
+
+def test_help_lists_the_trainers_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "usage: speclight fit" in printed and "--trainer.accumulate_grad_batches" in printed
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_metrics_for_both_loggers_its_configuration_and_its_best_and_last_checkpoint(
+    config: str, tmp_path: Path
+) -> None:
+    assert main(["fit", "--config", config]) == 0
+    run = tmp_path / "runs" / "version_0"
+    names = {path.name.split(".")[0] for path in run.iterdir()}
+    assert names == {"checkpoints", "config", "events", "hparams", "metrics", "provenance"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["lr"] == 0.1
+    header = (run / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"train/loss", "val/loss", "val/exit_1/acceptance"} <= {*header}
+
+
+def test_without_tensorboard_there_is_still_a_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("tensorboard")
+
+    monkeypatch.setattr(cli, "TensorBoardLogger", missing)
+    (logger,) = cli.default_loggers(str(tmp_path))
+    assert isinstance(logger, pl.loggers.CSVLogger)
+
+
+def test_a_second_run_into_the_same_folder_works_and_is_a_run_of_its_own(config: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert main(["fit", "--config", config]) == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["version_0", "version_1"]
+    logger = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path / "fixed")]
+    for _ in range(2):
+        assert main(["fit", "--config", config, *logger, "--trainer.logger.name=", "--trainer.logger.version=one"]) == 0
+    assert (tmp_path / "fixed" / "one" / "config.yaml").is_file()
+
+
+def test_own_loggers_and_checkpoints_take_the_place_of_the_default_ones(config: str, tmp_path: Path) -> None:
+    flags = ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}/mine"]
+    flags += ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=own"]
+    made = TrainingCLI("fit", ["--config", config, *flags]).trainer
+    assert [type(logger).__name__ for logger in made.loggers] == ["CSVLogger"]
+    assert [one.filename for one in made.checkpoint_callbacks] == ["own"]
+
+
+def test_the_clock_saves_only_between_optimiser_steps(tmp_path: Path) -> None:
+    """A checkpoint in the middle of an accumulation would lose the gradients before it."""
+    saved: list[int] = []
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.batch_idx = batch_idx
+            return (self.weight * batch).sum()
+
+        def on_save_checkpoint(self, checkpoint: dict) -> None:
+            saved.append(self.batch_idx)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=3,
+        callbacks=[LastCheckpoint(minutes=0.0)],
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8)))
+    assert saved == [2, 5, 7]
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
+
+
+def learning_rates(flags: list[str]) -> tuple[list[float], TrainingCLI]:
+    """Of every step of a run."""
+    made = TrainingCLI("fit", flags)
+    rates: list[float] = []
+
+    class Recorder(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    made.trainer.callbacks.append(Recorder())
+    made.run()
+    return rates, made
+
+
+def test_hyper_parameters_given_now_beat_those_of_the_checkpoint_also_in_the_optimiser(
+    config: str, tmp_path: Path
+) -> None:
+    """Lightning (2.6.6) takes the module's from the checkpoint, and restores the optimiser's rate; both in silence."""
+    schedule = ["--model.schedule=linear", "--trainer.max_steps=8", "--trainer.max_epochs=2"]
+    whole, _ = learning_rates(["--config", config, *schedule])
+    stop = [*schedule, "--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=4"]
+    stop += ["--trainer.callbacks.filename={step}", "--trainer.callbacks.save_top_k=-1"]
+    learning_rates(["--config", config, *stop, f"--trainer.default_root_dir={tmp_path}/stopped"])
+    (saved,) = (tmp_path / "stopped").rglob("step=4.ckpt")
+    assert torch.load(saved, weights_only=True)["settings"]["model"]["init_args"]["lr"] == 0.1
+    same, made = learning_rates(["--config", config, *schedule, "--ckpt_path", str(saved)])
+    assert made.changed == {} and len(same) == 4 and same == whole[4:]
+    other, made = learning_rates(
+        ["--config", config, *schedule, "--model.lr=0.5", "--model.weight_decay=0.3", "--ckpt_path", str(saved)]
+    )
+    assert other == pytest.approx([5 * rate for rate in same])
+    assert made.model.lr == 0.5 and made.trainer.optimizers[0].param_groups[0]["weight_decay"] == 0.3
+    assert made.changed == {"model.lr": (0.5, 0.1), "model.weight_decay": (0.3, 0.0)}
+
+
+def test_last_is_the_newest_run_and_validation_measures_its_weights(config: str, tmp_path: Path) -> None:
+    assert main(["fit", "--config", config]) == 0
+    measured = TrainingCLI("validate", ["--config", config, "--ckpt_path", "last"])
+    measured.run()
+    now = float(measured.trainer.callback_metrics["val/loss"])
+    saved = torch.load(tmp_path / "runs" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert now == pytest.approx(saved["speclight"]["card"]["metrics"]["val/loss"])
+    assert main(["test", "--config", config, "--data.test", str(tmp_path / "none.jsonl"), "--ckpt_path", "last"]) == 2
+
+
+def test_differences_are_those_of_what_both_have() -> None:
+    now = {"model": {"class_path": "A", "init_args": {"lr": 1, "loss": {"kl": 2}, "new": 1}}, "seed_everything": 0}
+    before = {"model": {"class_path": "A", "init_args": {"lr": 3, "loss": {"kl": 4}}}, "seed_everything": 0}
+    assert differences(now, before) == {"model.loss.kl": (2, 4), "model.lr": (1, 3)}
