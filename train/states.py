@@ -288,6 +288,7 @@ def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
 
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial)
+    partial.chmod(0o644)  # safetensors makes files that only their owner can read
     partial.rename(path)
 
 
