@@ -120,6 +120,13 @@ def _make_runners(
     return runners
 
 
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError for a folder that holds something else than a bench."""
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if present and not present & {"rows.jsonl", "report.json"}:
+        raise ValueError(f"output folder {str(folder)!r} is not empty and holds no bench; choose another")
+
+
 def bench(options: BenchOptions) -> None:
     """Measure, write the report, print its first table. Raises ValueError for what is not valid."""
     _check(options)
@@ -135,6 +142,7 @@ def bench(options: BenchOptions) -> None:
     for variant in variants:
         intake.check(_params(variant, options))
     folder = Path(options.output)
+    _check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(folder / "rows.jsonl", _settings(options), options.overwrite)
     try:

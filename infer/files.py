@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +17,30 @@ def replace_file(path: Path, content: bytes) -> None:
     os.replace(partial, path)
 
 
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Others that ask for the folder wait until this ends: for checking a file, replacing it and locking it as one."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+@contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """The folder is this run's. Raises ValueError when another run has it."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(f"{folder} is being written by another run; wait for it, or use another --output") from None
+    finally:
+        os.close(held)
+
+
 def check_unlocked(path: Path) -> None:
     """Raise ValueError while another run holds the file; one that is not there yet is nobody's."""
     if path.exists():
@@ -24,7 +50,7 @@ def check_unlocked(path: Path) -> None:
 def open_locked(path: Path) -> BinaryIO:
     """The file, to append to; it is held until it is closed. Raises ValueError when another run has it.
 
-    `replace_file` puts another file under the name: lock afterwards, and see `check_unlocked` before.
+    `replace_file` puts another file under the name: see `check_unlocked` before and lock afterwards, `one_at_a_time`.
     """
     file = path.open("ab")
     try:

@@ -39,13 +39,13 @@ class GenerateOptions(AnswerOptions):
     json: bool = option(False, "print JSON rows instead of text")
 
 
-def generate(options: GenerateOptions) -> None:
-    """Raises ValueError for whatever is not valid; all of it is checked before weights are read."""
+def generate(options: GenerateOptions) -> int:
+    """Exit status 1 when a text ended in an error.
+
+    Raises ValueError for whatever is not valid; all of it is checked before weights are read.
+    """
     _check_combination(options)
-    if options.input is None:
-        _generate_one(options)
-    else:
-        _generate_file(options)
+    return int(_generate_one(options) if options.input is None else _generate_file(options))
 
 
 def _check_combination(options: GenerateOptions) -> None:
@@ -87,7 +87,8 @@ def prepared_jobs(options: AnswerOptions, jobs: Sequence[Job]) -> tuple[Prepared
     return prepared, sent
 
 
-def _generate_one(options: GenerateOptions) -> None:
+def _generate_one(options: GenerateOptions) -> bool:
+    """Whether a text ended in an error."""
     from .jobs import Job, run_jobs
     from .terminal import summary
 
@@ -101,6 +102,7 @@ def _generate_one(options: GenerateOptions) -> None:
         for completion in completions:
             _print(options, completion)
     print(f"speclight: {summary(completions)}", file=sys.stderr)
+    return any(completion.error is not None for completion in completions)
 
 
 def _print(options: GenerateOptions, completion: Completion) -> None:
@@ -133,7 +135,8 @@ def _stream(options: GenerateOptions, engine: Engine, job: Job) -> list[Completi
     return completions
 
 
-def _generate_file(options: GenerateOptions) -> None:
+def _generate_file(options: GenerateOptions) -> bool:
+    """Whether a text of this run ended in an error."""
     from .jobs import Results, read_jobs
 
     assert options.input is not None
@@ -144,17 +147,18 @@ def _generate_file(options: GenerateOptions) -> None:
     results = Results(options.output, jobs, shaping_settings(options), options.overwrite)
     try:
         if results.missing:
-            run_missing(options, results, len(jobs), prepared)
-        else:
-            print(f"speclight: {options.output} is complete: nothing left to do", file=sys.stderr)
+            return run_missing(options, results, len(jobs), prepared) > 0
+        print(f"speclight: {options.output} is complete: nothing left to do", file=sys.stderr)
+        return False
     finally:
         results.close()
 
 
 def run_missing(
     options: AnswerOptions, results: Results, total: int, prepared: tuple[Prepared, list[Job]] | None = None
-) -> None:
+) -> int:
     """Answer what has no result yet, with a progress bar; what an interruption leaves is done by the next run.
+    Returns how many texts ended in an error.
 
     prepared: what `prepared_jobs` has made of the missing jobs, if it was called.
     """
@@ -178,6 +182,10 @@ def run_missing(
             print(f"speclight: {bar.n} of {total} prompts are done; the same command continues", file=sys.stderr)
             raise
     print(f"speclight: {results.path}: {summary(completions)}", file=sys.stderr)
+    failed = [completion.error for completion in completions if completion.error is not None]
+    if failed:
+        print(f"speclight: {len(failed)} texts ended in an error, the first: {failed[0]}", file=sys.stderr)
+    return len(failed)
 
 
 def shaping_settings(options: AnswerOptions) -> dict[str, Any]:

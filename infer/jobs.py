@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from .build import check_method, did_you_mean
-from .files import check_unlocked, open_locked, replace_file
+from .files import check_unlocked, one_at_a_time, open_locked, replace_file
 from .jsonl import parse_row, read_jsonl
 from .request import Completion, GenerationParams, Prompt, StreamChunk
 
@@ -175,14 +175,19 @@ class Results:
         self, path: str | Path, jobs: Sequence[Job], settings: Mapping[str, Any], overwrite: bool = False
     ) -> None:
         self.path, self.jobs = Path(path).resolve(), jobs
-        check_unlocked(self.path)
         self.sidecar = self.path.with_name(self.path.name + ".meta.json")
+        with one_at_a_time(self.path.parent):
+            check_unlocked(self.path)
+            self._begin(settings, overwrite)
+
+    def _begin(self, settings: Mapping[str, Any], overwrite: bool) -> None:
+        """Read what is there, write it back without what a kill cut off, and hold the file."""
         if overwrite:
             self.path.unlink(missing_ok=True)
             self.sidecar.unlink(missing_ok=True)
         rows = self._read_back(json.loads(json.dumps(settings)))
         counts = Counter(row["id"] for row in rows)
-        self.missing = [job for job in jobs if counts[job.key] < job.params.n]
+        self.missing = [job for job in self.jobs if counts[job.key] < job.params.n]
         torn = {job.key for job in self.missing}
         replace_file(self.path, b"".join(_encode(row) for row in rows if row["id"] not in torn))
         replace_file(self.sidecar, (json.dumps(settings, indent=2) + "\n").encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .compare import first_difference, logit_gap, token_at
-from .files import check_unlocked, open_locked, replace_file
+from .files import check_unlocked, one_at_a_time, open_locked, replace_file
 from .questions import Item
 from .summary import Difference, Output, Run, compared_outputs
 
@@ -70,11 +70,16 @@ class Ledger:
     def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
         self.runs: list[Run] = []
         self.differences: list[Difference] = []
-        check_unlocked(path)
+        with one_at_a_time(path.parent):
+            check_unlocked(path)
+            self._begin(path, settings, overwrite)
+
+    def _begin(self, path: Path, settings: Mapping[str, Any], overwrite: bool) -> None:
+        """Read what is there, write it back without what a kill cut off, and hold the file."""
         lines = [] if overwrite or not path.exists() else self._read_back(path, json.loads(json.dumps(settings)))
         lines = lines or [json.dumps({"settings": settings})]
         replace_file(path, "".join(line + "\n" for line in lines).encode())
-        self._file = open_locked(path)
+        self._file, self._path = open_locked(path), path
 
     def _read_back(self, path: Path, settings: Mapping[str, Any]) -> list[str]:
         """The complete lines: what a kill cut off has no newline, and is done again."""
@@ -108,6 +113,9 @@ class Ledger:
         self._file.flush()
 
     def close(self) -> None:
+        """A file without a run goes: what a refused run was asked for must not bind the next."""
+        if not self.runs:
+            self._path.unlink(missing_ok=True)
         self._file.close()
 
 

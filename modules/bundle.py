@@ -268,6 +268,12 @@ def _parse_index(folder: Path, data: bytes) -> dict[str, Any]:
     keys = {"format", "version", "kind", "base_model", "base_fingerprint", "config", "tensors", "card"}
     if not isinstance(index, dict) or index.get("format") != FORMAT or index.keys() != keys:
         raise ValueError(f"{INDEX} of bundle {str(folder)!r} is not that of a {FORMAT}, version {FORMAT_VERSION}")
+    wanted = {"version": int, "kind": str, "base_model": str, "base_fingerprint": str}
+    for name, kind in (wanted | dict.fromkeys(("config", "tensors", "card"), dict)).items():
+        if not isinstance(index[name], kind):
+            raise ValueError(
+                f"{INDEX} of bundle {str(folder)!r}: {name} must be a {kind.__name__}, got {index[name]!r:.80}"
+            )
     return index
 
 

@@ -181,7 +181,10 @@ class ExitHeads(nn.Module):
                 raise ValueError(f"bundle is for {name} {bundle.config.get(name)}, this model has {own}")
         if config.keys() != {"layers", "kind", "rank", "block_layer"}:
             raise ValueError(f"bundle's config must name layers, kind, rank and block_layer, got {', '.join(config)}")
-        heads = cls(model, draft_ids=bundle.tensors.get("draft_ids"), **config)
+        try:
+            heads = cls(model, draft_ids=bundle.tensors.get("draft_ids"), **config)
+        except TypeError as error:
+            raise ValueError(f"bundle's config does not describe exit heads: {error}") from error
         bundle.load_into(heads)
         return heads.eval()
 

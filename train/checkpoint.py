@@ -32,21 +32,26 @@ def read_checkpoint(path: str | Path, kind: str | None = None) -> dict[str, Any]
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        raise ValueError(f"checkpoint {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"checkpoint {str(path)!r} cannot be read: {first_line(error)}") from error
     if not isinstance(checkpoint, Mapping):
         raise ValueError(f"checkpoint {str(path)!r} is not one of ours: it holds a {type(checkpoint).__name__}")
     check_kind(checkpoint, kind, f"checkpoint {str(path)!r}")
     return dict(checkpoint)
 
 
+def first_line(error: Exception) -> str:
+    """Of its message, or its type where it has none. What follows in torch's is advice that does not fit."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def check_kind(checkpoint: Mapping[str, Any], kind: str | None, where: str = "the checkpoint") -> dict[str, Any]:
     """The record of a checkpoint. Raises ValueError for one without, and for one of another kind."""
     record = checkpoint.get(RECORD)
-    if record is None:
-        raise ValueError(f"{where} is not one of ours: it has no entry {RECORD!r}")
+    if not isinstance(record, Mapping) or "kind" not in record:
+        raise ValueError(f"{where} is not one of ours: it has no entry {RECORD!r} that says what it holds")
     if kind is not None and record["kind"] != kind:
         raise ValueError(f"{where} holds {record['kind']!r}, not {kind!r}")
-    return record
+    return dict(record)
 
 
 def check_base(record: Mapping[str, Any], base_fingerprint: str, base_model: str) -> None:

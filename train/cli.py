@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from .. import configs
 from ..infer.build import did_you_mean
 from .callbacks import Provenance
+from .checkpoint import first_line
 
 ROOT = "runs"
 """Where runs go, each into a folder version_N of its own, unless trainer.default_root_dir says otherwise."""
@@ -186,6 +187,15 @@ class TrainingCLI(LightningCLI):
             for name, (now, before) in self.changed.items():
                 rank_zero_info(f"{name} is {now!r} now; the checkpoint was trained with {before!r}")
 
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            found = re.search(r"Errors:\s*- (.*)", str(error))  # what the class itself said, in a list of alternatives
+            if found is None:
+                raise
+            raise ValueError(found[1]) from error
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self.config_init.trainer
         if not given.barebones:
@@ -266,8 +276,10 @@ def _saved_settings(path: str) -> Mapping[str, Any]:
     """The configuration that a checkpoint's run had; empty where it does not say."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a folder of shards, a damaged file, pickled objects: restoring it says what it is
-        rank_zero_info(f"settings of {path} cannot be compared: {str(error).splitlines()[0]}")
+    except Exception as error:
+        if Path(path).is_file():
+            raise ValueError(f"checkpoint {path!r} cannot be read: {first_line(error)}") from error
+        rank_zero_info(f"settings of {path}, a folder of shards, cannot be compared with those of now")
         return {}
     return checkpoint.get(SETTINGS, {}) if isinstance(checkpoint, Mapping) else {}
 

@@ -143,10 +143,19 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, eos_token_ids: Collection
     for name in FORMS[found[0]]:
         if not isinstance(row[name], str):
             raise ValueError(f"{name} must be a string, got {row[name]!r}")
+        check_text(name, row[name])
     if found[0] == "text":
         token_ids = _ended(tokenizer(row["text"]).input_ids, tokenizer)
         return Document(token_ids, [True] * len(token_ids), may_split=True)
     return _encode_completion(row["prompt"], row["completion"], tokenizer)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError for a text that cannot be written as UTF-8: JSON can escape half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be text, got half a surrogate pair at character {error.start}") from error
 
 
 def _ended(token_ids: list[int], tokenizer: Any) -> list[int]:
@@ -170,6 +179,7 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
             raise ValueError(f"{wanted}, got {message!r}")
+        check_text("messages", message["role"] + message["content"])
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("messages has no turn of the assistant, so nothing in it would be supervised")
     return messages

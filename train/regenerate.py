@@ -58,8 +58,8 @@ def regenerate(options: RegenerateOptions) -> None:
 
 def _check_paths(options: RegenerateOptions, answers: Path) -> None:
     output = Path(options.output)
-    if output.resolve() == Path(options.input).resolve():
-        raise ValueError(f"--output must be another file than --input {options.input!r}")
+    if Path(options.input).resolve() in (output.resolve(), answers.resolve()):
+        raise ValueError(f"--output must be another file than --input {options.input!r}, and so must OUTPUT.answers")
     if output.exists() and not answers.exists() and not options.overwrite:
         raise ValueError(
             f"{output} exists without {answers.name}, so it is not of this command; use another --output or --overwrite"

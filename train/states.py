@@ -151,6 +151,7 @@ def _note(message: str) -> None:
 
 
 def _store(options: StatesOptions, source: ModelSource, shape: Shape, dataset: PackedDataset, folder: Path) -> None:
+    from ..infer.files import held_folder
     from .stored import FORMAT, FORMAT_VERSION, INDEX, fingerprint_of, read_index
 
     layout = list(_layout(dataset, shape))
@@ -174,9 +175,10 @@ def _store(options: StatesOptions, source: ModelSource, shape: Shape, dataset: P
         _note(f"{folder} is complete: nothing left to do")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / INDEX, index)
-    _write_shards(options, source, shape, dataset, layout, folder)
-    _write_json(folder / INDEX, index | {"complete": True, "shards": _listed(folder, len(layout))})
+    with held_folder(folder):
+        _write_json(folder / INDEX, index)
+        _write_shards(options, source, shape, dataset, layout, folder)
+        _write_json(folder / INDEX, index | {"complete": True, "shards": _listed(folder, len(layout))})
 
 
 def _is_complete(index: dict[str, Any], before: dict[str, Any] | None, folder: Path) -> bool:
@@ -191,7 +193,16 @@ def _is_complete(index: dict[str, Any], before: dict[str, Any] | None, folder: P
                 f"output folder {str(folder)!r} was written with {name}={before.get(name)!r}, now it is "
                 f"{index[name]!r}; use another --output, or --overwrite to begin anew"
             )
-    return bool(before["complete"])
+    return bool(before["complete"]) and not _drop_damaged(before["shards"], folder)
+
+
+def _drop_damaged(shards: Sequence[dict[str, Any]], folder: Path) -> bool:
+    """Remove shards that are not as long as they were; whether any is missing now, to be made again."""
+    sizes = {folder / shard["file"]: shard["bytes"] for shard in shards}
+    whole = [path for path, size in sizes.items() if path.is_file() and path.stat().st_size == size]
+    for path in sizes.keys() - whole:
+        path.unlink(missing_ok=True)
+    return len(whole) < len(sizes)
 
 
 def _clear(folder: Path) -> None:

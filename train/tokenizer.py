@@ -43,7 +43,9 @@ def tokenizer(options: TokenizerOptions) -> None:
         raise ValueError(f"vocab_size must be at least {BYTES + len(SPECIAL)}, got {options.vocab_size}")
     if options.min_frequency < 1:
         raise ValueError(f"min_frequency must be at least 1, got {options.min_frequency}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not options.overwrite:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output {options.output!r} is a file; it must be a folder")
+    if folder.exists() and any(folder.iterdir()) and not options.overwrite:
         raise ValueError(f"output {options.output!r} is not empty; choose another folder, or --overwrite")
     trained = train_tokenizer(texts_of(options.input), options.vocab_size, options.min_frequency)
     trained.save_pretrained(folder)
@@ -81,10 +83,17 @@ def texts_of(sources: Sequence[str]) -> Iterator[str]:
 
     for source in sources:
         if source.endswith(".txt"):
-            yield from Path(source).expanduser().read_text(encoding="utf-8").splitlines(keepends=True)
+            yield from _text_file(Path(source).expanduser()).splitlines(keepends=True)
             continue
         for where, row in read_rows(Source(source)):
             yield from _row_texts(where, row)
+
+
+def _text_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error})") from error
 
 
 def _row_texts(where: str, row: dict[str, Any]) -> list[str]:
@@ -95,4 +104,9 @@ def _row_texts(where: str, row: dict[str, Any]) -> list[str]:
         contents = [row[name] for name in ("text", "prompt", "completion") if name in row]
     if not contents or not all(isinstance(text, str) for text in contents):
         raise ValueError(f"{where}: a row needs text, messages, or prompt and completion, as strings")
+    for text in contents:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: half a surrogate pair at character {error.start} of a text") from error
     return contents

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint import save_tiny
 from speclight.infer import Engine, GenerationParams, LogitSpecDrafter
-from speclight.infer.bench import LOOKUP_PEER, PLAIN_PEER, Variant, parse_methods, parse_peers
+from speclight.infer.bench import LOOKUP_PEER, PLAIN_PEER, Variant, _check_folder, parse_methods, parse_peers
 from speclight.infer.cli import main
 from speclight.infer.measure import Ledger, Measured, batches, engine_runner, find_differences, measure, schedule
 from speclight.infer.peers import TransformersPeer
@@ -355,3 +355,16 @@ def test_command_refuses_wrong_values_before_anything_runs(
     assert bench(model, data, tmp_path / "out", *flags) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "mine.txt").write_text("dear")
+    with pytest.raises(ValueError, match="not empty and holds no bench"):
+        _check_folder(tmp_path / "letters")
+    _check_folder(tmp_path / "new")
+
+
+def test_a_run_without_results_leaves_no_settings_behind(tmp_path: Path) -> None:
+    Ledger(tmp_path / "rows.jsonl", {"data": "a"}).close()
+    Ledger(tmp_path / "rows.jsonl", {"data": "b"}).close()

@@ -575,3 +575,14 @@ def test_overwrite_keeps_the_old_results_when_the_run_is_refused(
     files = ["--input", str(source), "--output", str(output), "--overwrite"]
     refused(capsys, "generate", "--model", str(tmp_path / "missing"), *files)
     assert output.read_text() == "precious\n"
+
+
+def test_rows_that_end_in_an_error_are_counted_and_the_status_says_so(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing_left = {str(token_id): float("-inf") for token_id in range(96)}
+    rows = [{"prompt": "ab"}, {"prompt": "ab", "logit_bias": nothing_left}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert main(["generate", "--model", model, "--max-new-tokens", "3", *paths]) == 1
+    assert "1 texts ended in an error, the first: " in capsys.readouterr().err

@@ -118,3 +118,10 @@ def test_what_cannot_be_regenerated_is_refused_and_nothing_is_written(
     assert regenerate(model, source, tmp_path / "out.jsonl", *(flag.format(**{"in": source}) for flag in flags)) == 2
     assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_prompts_are_never_overwritten_by_their_answers(model: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "mine.answers", PROMPTS)
+    before = source.read_bytes()
+    assert regenerate(model, source, tmp_path / "mine", "--overwrite") == 2
+    assert source.read_bytes() == before

@@ -185,3 +185,14 @@ def test_a_mistake_is_refused_and_what_is_there_stays(
 
 def test_sizes_are_read_as_people_write_them() -> None:
     assert [parse_size(text, "x") for text in ("20GB", "1.5 tb", "3GiB", "7")] == [20e9, 1.5e12, 3 * 2**30, 7]
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_shards_that_are_gone_or_cut_off_are_made_again(model: str, rows: str, tmp_path: Path) -> None:
+    assert store(model, rows, tmp_path / "st") == 0
+    shards = sorted((tmp_path / "st").glob("states-*.safetensors"))
+    before = [path.read_bytes() for path in shards]
+    shards[0].unlink()
+    shards[1].write_bytes(before[1][:500])
+    assert store(model, rows, tmp_path / "st") == 0
+    assert [path.read_bytes() for path in shards] == before

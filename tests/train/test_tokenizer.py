@@ -63,3 +63,20 @@ def test_a_mistake_is_refused(
     assert main(["tokenizer", *given, *(flag.format(here=tmp_path) for flag in flags)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    (tmp_path / "file").write_text("mine")
+    given = ["--input", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "file"), "--overwrite"]
+    assert main(["tokenizer", *given]) == 2
+    assert "is a file; it must be a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "content"), [("rows.jsonl", b'{"text": "\\ud800"}\n'), ("bad.txt", b"\xff\xfe\xff")])
+def test_what_is_not_text_is_refused_with_its_place(
+    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert main(["tokenizer", "--input", str(tmp_path / name), "--output", str(tmp_path / "made")]) == 2
+    assert name in capsys.readouterr().err

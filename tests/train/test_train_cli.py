@@ -300,3 +300,38 @@ def test_differences_are_those_of_what_both_have() -> None:
     now = {"model": {"class_path": "A", "init_args": {"lr": 1, "loss": {"kl": 2}, "new": 1}}, "seed_everything": 0}
     before = {"model": {"class_path": "A", "init_args": {"lr": 3, "loss": {"kl": 4}}}, "seed_everything": 0}
     assert differences(now, before) == {"model.loss.kl": (2, 4), "model.lr": (1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--model.lr=-1", "lr must be a number of at least 0, got -1.0"),
+        ("--data.batch_rows=0", "batch_rows must be at least 1, got 0"),
+        ("--data.model=/not/there", "model '/not/there' does not exist"),
+    ],
+)
+def test_what_a_class_refuses_is_said_without_what_surrounds_it(
+    config: str, flag: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(capsys, "fit", "--config", config, flag).startswith(f"speclight: error: {message}")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a checkpoint"])
+def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(
+    config: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.ckpt").write_bytes(content)
+    for command in (
+        ["fit", "--config", config, "--ckpt_path", str(tmp_path / "p.ckpt")],
+        ["export", "--ckpt", str(tmp_path / "p.ckpt"), "--output", str(tmp_path / "heads")],
+    ):
+        assert "p.ckpt' cannot be read" in refused(capsys, *command)
+
+
+def test_text_that_is_none_is_refused_with_its_place(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "\\ud800"}\n')
+    assert "rows.jsonl:1: text must be text" in refused(
+        capsys, "fit", "--config", config, f"--data.train={tmp_path / 'rows.jsonl'}"
+    )
