@@ -429,7 +429,9 @@ class Engine:
             max_depth=max(tree.depths),
             num_accepted=min(verdict.num_accepted, len(token_ids)),
             emitted=len(token_ids),
-            retrieval_hit="ngram" in tree.sources if decoding.drafter.retrieves and sequence.draft_tokens > 0 else None,
+            retrieval_hit="ngram" in tree.sources[1:]
+            if decoding.drafter.retrieves and sequence.draft_tokens > 0
+            else None,
         )
         return text, token_ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ TEXTS = [f"{chr(65 + index) * (2 + index % 4)}, text {index}" for index in range
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    """Each rank of a run writes the same file, and none may read half of another's."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    partial.replace(path)
     return str(path)
 
 

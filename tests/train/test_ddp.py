@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 RANKS = 2
+pytestmark = pytest.mark.xdist_group("two processes")  # the runs are shared
 
 
 class Curve(pl.Callback):
