@@ -32,7 +32,7 @@ class DemoOptions:
     dtype: str = option("auto", "auto: bfloat16 where this processor computes it natively, float32 elsewhere")
     draft_tokens: int = option(8, "nodes of LogitSpec's trees, root included")
     max_new_tokens: int = option(64, "per text of the bench")
-    output: str = option("build/demo", "folder for the bench's report")
+    output: str = option("build/demo", "folder for the prompts, and the report in its folder bench")
 
 
 def demo(options: DemoOptions) -> None:
@@ -87,7 +87,7 @@ def _bench(model: str, dtype: str, options: DemoOptions) -> None:
             model=model,
             dtype=dtype,  # type: ignore[arg-type]
             data=str(data),
-            output=str(folder),
+            output=str(folder / "bench"),
             methods=("prompt-lookup", f"logitspec:{options.draft_tokens}"),
             peers=("transformers",),
             max_new_tokens=options.max_new_tokens,
