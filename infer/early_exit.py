@@ -94,7 +94,7 @@ class EarlyExitDrafter(Drafter):
 
     def _open(self, sequence: Sequence) -> _Chain:
         length = min(sequence.draft_tokens, sequence.max_depth)
-        return _Chain(sequence, length, end_ids(self.model, sequence.params))
+        return _Chain(sequence, length, sequence.params.end_ids(self.model.eos_token_ids))
 
     def _draft(self, layer: int, chains: SequenceOf[_Chain]) -> None:
         """Make the chains, token by token. The first pass runs what each text has pending."""
@@ -165,8 +165,3 @@ def predicted(pipeline: LogitsPipeline, row: Tensor, prefix: SequenceOf[int]) ->
         if bool(row.isnan().any()) or not bool((row == -torch.inf).any()):
             raise
         return None
-
-
-def end_ids(model: LayeredModel, params: GenerationParams) -> frozenset[int]:
-    """The ids behind which nothing of a request's text is asked for."""
-    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.eos_token_ids)

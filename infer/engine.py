@@ -32,7 +32,7 @@ from .mailbox import Mailboxes
 from .memory import blocks_within
 from .request import Completion, GenerationParams, Prompt, Sequence, StreamChunk, TokenLogprob, TokenOrigin
 from .scheduler import Scheduled, Scheduler
-from .segments import Share, run_segments
+from .segments import Share, proposal_item, run_segments
 from .stats import EngineStats
 from .target import Exact, TargetRule
 from .text import TextStream, cut_block, special_ids
@@ -66,12 +66,9 @@ class _Step:
         sequence, count = self.scheduled.sequence, self.scheduled.num_tokens
         start = sequence.table.length
         token_ids = sequence.token_ids[start : start + count]
-        if self.tree is None or len(self.tree) == 1:
+        if self.tree is None:
             return BatchItem(token_ids, start, sequence.table.blocks)
-        if self.tree.is_chain:
-            return BatchItem([*token_ids, *self.tree.token_ids[1:]], start, sequence.table.blocks)
-        parents = [*range(-1, count - 1), *(parent + count - 1 for parent in self.tree.parents[1:])]
-        return BatchItem([*token_ids, *self.tree.token_ids[1:]], start, sequence.table.blocks, parents)
+        return proposal_item(token_ids, self.tree, start, sequence.table.blocks)
 
 
 class Engine:
@@ -459,7 +456,7 @@ class Engine:
             self.drafters[method],
             LogitsPipeline(params, len(ids)),
             TextStream(self.tokenizer, params.stop, self._silent_ids),
-            frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.model.eos_token_ids),
+            params.end_ids(self.model.eos_token_ids),
         )
         self._live[request_id] += 1
         self.scheduler.add(sequence)

@@ -25,10 +25,10 @@ from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter, Observation
-from .early_exit import end_ids, exits_of, predicted
+from .early_exit import exits_of, predicted
 from .exits import EarlyExits, ExitHead, Tap
 from .request import GenerationParams, Sequence
-from .segments import Share, run_segments
+from .segments import Share, proposal_item, run_segments
 
 
 class _Ended(Exception):
@@ -77,14 +77,8 @@ class _Round:
 
     @property
     def item(self) -> BatchItem:
-        """The shadow's pending tokens with the proposal behind them."""
-        shadow, tree = self.window.shadow, self.tree
-        start = shadow.table.length
-        pending = shadow.token_ids[start:]
-        parents = None
-        if not tree.is_chain:
-            parents = [*range(-1, len(pending) - 1), *(parent + len(pending) - 1 for parent in tree.parents[1:])]
-        return BatchItem([*pending, *tree.token_ids[1:]], start, shadow.table.blocks, parents)
+        table = self.window.shadow.table
+        return proposal_item(self.window.shadow.token_ids[table.length :], self.tree, table.length, table.blocks)
 
 
 class HierarchicalDrafter(Drafter):
@@ -181,7 +175,7 @@ class HierarchicalDrafter(Drafter):
             self._inner_tokens_of(params),
             self._window_of(params),
             min(sequence.draft_tokens, sequence.max_depth),
-            end_ids(self.model, params),
+            params.end_ids(self.model.eos_token_ids),
         )
 
     def _advance(self, windows: list[_Window]) -> None:

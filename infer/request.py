@@ -98,6 +98,10 @@ class GenerationParams(SamplingParams):
                     f"{name} must be an integer of at least {least}{' or null' if optional else ''}, got {value!r}"
                 )
 
+    def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The ids behind which nothing is asked for, the model's own among them unless they are ignored."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_token_ids)
+
     @classmethod
     def field_names(cls) -> list[str]:
         return [item.name for item in fields(cls)]

@@ -16,7 +16,17 @@ from torch import Tensor
 from ..modules.batch import BatchItem, RaggedBatch
 from ..modules.kv_cache import PagedKVCache
 from ..modules.layered_model import LayeredModel
+from ..modules.token_tree import TokenTree
 from .exits import Tap
+
+
+def proposal_item(pending: list[int], tree: TokenTree, start: int, blocks: list[int]) -> BatchItem:
+    """A text's pending tokens, whose last is the tree's root, with the proposal behind them. start: of the pending."""
+    token_ids = [*pending, *tree.token_ids[1:]]
+    if tree.is_chain:
+        return BatchItem(token_ids, start, blocks)
+    before = len(pending) - 1
+    return BatchItem(token_ids, start, blocks, [*range(-1, before), *(parent + before for parent in tree.parents[1:])])
 
 
 @dataclass(frozen=True)

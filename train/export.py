@@ -2,8 +2,7 @@
 
 Heads become a bundle. A new process loads it from disk and answers prompts with the engine; where other drafts are
 accepted than with the same heads in memory, or clearly fewer or more than before they were rounded, there is no bundle.
-A model that was trained to exit early
-becomes a folder as transformers writes it.
+A model that was trained to exit early becomes a folder as transformers writes it.
 """
 
 from __future__ import annotations

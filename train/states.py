@@ -94,14 +94,11 @@ def parse_size(text: str, name: str) -> float:
 def _shape(options: StatesOptions, source: ModelSource) -> Shape:
     """From the model's configuration, without its weights."""
     import torch
-    from transformers import AutoConfig
 
-    from ..infer.loading import resolve_device
+    from ..infer.loading import resolve_device, text_config
     from ..modules.exit_heads import default_layers
 
-    gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
-    config = AutoConfig.from_pretrained(source.location, trust_remote_code=options.trust_remote_code, **gguf)
-    config = config.get_text_config()
+    config = text_config(source)
     total = config.num_hidden_layers
     layers = list(default_layers(total)) if options.layers is None else _parse_layers(options.layers, total)
     own = str(config.dtype or torch.float32).removeprefix("torch.")

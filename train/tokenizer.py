@@ -97,6 +97,8 @@ def _text_file(path: Path) -> str:
 
 
 def _row_texts(where: str, row: dict[str, Any]) -> list[str]:
+    from .documents import check_text
+
     messages, contents = row.get("messages"), list[Any]()
     if isinstance(messages, list):
         contents = [message.get("content") if isinstance(message, dict) else None for message in messages]
@@ -105,8 +107,5 @@ def _row_texts(where: str, row: dict[str, Any]) -> list[str]:
     if not contents or not all(isinstance(text, str) for text in contents):
         raise ValueError(f"{where}: a row needs text, messages, or prompt and completion, as strings")
     for text in contents:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: half a surrogate pair at character {error.start} of a text") from error
+        check_text(f"{where}: a text", text)
     return contents
