@@ -6,6 +6,7 @@ The reports themselves come from `speclight bench`; each one's report.md names t
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ HEAD = ("run", "method", "tokens/s", "over plain decoding", "over transformers",
 
 
 def results() -> str:
-    """A table row per report and method, and the facts that all runs share."""
+    """A table row per report and method, and on what each report was measured."""
     reports = [(name, json.loads((ROOT / "docs/bench" / name / "report.json").read_text())) for name in REPORTS]
     rows = [row for name, report in reports for row in _rows(name, report)]
-    facts = reports[0][1]["header"]["facts"]
-    shared = ", ".join(facts[name] for name in ("processor", "versions", "date"))
-    return f"{markdown_table(HEAD, rows)}\n\n{shared}; up to 128 new tokens, greedy, chat template."
+    runs: dict[str, list[str]] = defaultdict(list)
+    for name, report in reports:
+        facts = report["header"]["facts"]
+        runs[", ".join(facts[fact] for fact in ("processor", "versions", "date"))].append(name)
+    where = "; ".join(f"{', '.join(names)}: {shared}" for shared, names in runs.items())
+    return f"{markdown_table(HEAD, rows)}\n\n{where}. Up to 128 new tokens, greedy, chat template."
 
 
 def _rows(name: str, report: dict[str, Any]) -> list[list[str]]:

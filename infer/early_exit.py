@@ -112,6 +112,7 @@ class EarlyExitDrafter(Drafter):
         ]
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
         hidden = self.model.run(self.model.embed(batch), batch, self.cache, 0, layer)
+        self.exit.work["passes"] += layer
         self.exit.work["draft"] += len(running) * layer
         self.exit.work["prefill"] += (batch.num_tokens - len(running)) * layer  # pending before the root
         for (chain, part), rows in zip(running, hidden.split([len(part) for _, part in running]), strict=True):

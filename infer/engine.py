@@ -40,10 +40,6 @@ from .text import TextStream, cut_block, special_ids
 logger = logging.getLogger(__name__)
 
 
-class _Ended(Exception):
-    """A verified path has reached a token that ends the text: nothing after it is asked for."""
-
-
 @dataclass
 class _Decoding:
     """What the engine keeps beside a sequence: who drafts, how logits become a distribution, how ids become text."""
@@ -305,7 +301,8 @@ class Engine:
         """
         shares = [self._share(step) for step in steps]
         ran = run_segments(self.model, self.cache, shares, batch, self.model.num_layers)
-        self.stats.record_work({"full": ran.layer_tokens, "prefill": ran.prefill_layer_tokens})
+        work = {"full": ran.layer_tokens, "prefill": ran.prefill_layer_tokens, "passes": ran.layer_passes}
+        self.stats.record_work(work)
         for exits in self.exits:
             self.stats.record_work(exits.take_work())
         return self._logits(ran.hidden, batch, steps)
@@ -336,26 +333,24 @@ class Engine:
         decoding = self._decoding[sequence.sequence_id]
         prefix, visited = list(sequence.token_ids), []
 
-        def target(node: int) -> Distribution:
+        def target(node: int) -> Distribution | None:
             visited.append(node)
             if node > 0:
                 prefix.append(tree.token_ids[node])
                 if prefix[-1] in decoding.stop_ids:
-                    raise _Ended
+                    return None
             child = next(iter(tree.children[node].values()), None) if tree.probs is not None else None
             q = None if child is None or tree.probs is None else tree.probs[child - 1]
             return self.target_rule(decoding.pipeline(rows[node], prefix), q)
 
         try:
             return verify(tree, target, sequence.generator)
-        except _Ended:
-            pass
         except Exception as error:  # a user's logits processor, or logits without a distribution: its neighbours go on
             if len(visited) == 1:
                 sequence.fail(error)
                 return None
             sequence.error = f"{type(error).__name__}: {error}"
-        return Verdict(visited, tree.token_ids[visited[-1]], corrected=False)  # what follows the path is not emitted
+            return Verdict(visited, None, corrected=False)
 
     def _observe(self, steps: list[_Step], verdicts: list[Verdict | None], logits: list[Tensor]) -> None:
         groups: dict[str, list[Observation]] = defaultdict(list)
@@ -407,8 +402,7 @@ class Engine:
         sequence, tree = step.scheduled.sequence, step.tree
         assert tree is not None
         decoding, params = self._decoding[sequence.sequence_id], sequence.params
-        block = [tree.token_ids[node] for node in verdict.path[1:]]
-        block += [verdict.next_token] if sequence.error is None else []
+        block = verdict.emitted(tree)
         room = min(params.max_new_tokens - sequence.num_emitted, self.max_length - len(sequence.token_ids))
         values = [] if params.logprobs is None else _logprobs(rows, verdict, block, params.logprobs)
         token_ids, text, sequence.finish_reason = cut_block(block, decoding.stop_ids, room, decoding.text)

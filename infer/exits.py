@@ -37,7 +37,8 @@ class EarlyExits:
     layers: those that have a head, None for all. context_layers: those whose head reads context. num_layers: the
     model's, known from `attach` on.
     work: what was done since `take_work`: layer-tokens, that is tokens times layers, that drafters have run ("draft",
-    "intermediate", and "prefill" for what was pending before a root), and tokens through heads ("head").
+    "intermediate", and "prefill" for what was pending before a root), layers that they have run one after another
+    ("passes"), and tokens through heads ("head").
     """
 
     layers: tuple[int, ...] | None = None

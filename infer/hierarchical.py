@@ -31,10 +31,6 @@ from .request import GenerationParams, Sequence
 from .segments import Share, proposal_item, run_segments
 
 
-class _Ended(Exception):
-    """A verified path has reached a token behind which nothing can be proposed."""
-
-
 @dataclass
 class _Window:
     """One sequence's tentative tokens V.
@@ -212,6 +208,7 @@ class HierarchicalDrafter(Drafter):
         ]
         batch = RaggedBatch.build([share.item for share in shares], self.cache.block_size, self.model.device)
         ran = run_segments(self.model, self.cache, shares, batch, layer)
+        self.exit.work["passes"] += ran.layer_passes
         self.exit.work["intermediate"] += ran.layer_tokens
         self.exit.work["prefill"] += ran.prefill_layer_tokens
         nodes = [range(end - len(one.tree), end) for one, end in zip(rounds, batch.cu_seqlens[1:], strict=True)]
@@ -232,26 +229,19 @@ class HierarchicalDrafter(Drafter):
 
     def _verify(self, window: _Window, tree: TokenTree, rows: Tensor) -> Verdict:
         """The rule under p_i. Where the text can end, or p_i says nothing, the path ends and nothing follows it."""
-        prefix, path = list(window.shadow.token_ids), [0]
-        seen: list[Distribution] = []
+        prefix = list(window.shadow.token_ids)
 
-        def target(node: int) -> Distribution:
+        def target(node: int) -> Distribution | None:
             if node > 0:
-                path.append(node)
                 prefix.append(tree.token_ids[node])
-            p = None if node > 0 and prefix[-1] in window.ends else predicted(window.pipeline, rows[node], prefix)
-            if p is None:
-                raise _Ended
-            seen.append(p)
+                if prefix[-1] in window.ends:
+                    return None
+            p = predicted(window.pipeline, rows[node], prefix)
+            window.probs += [] if p is None else [p]  # of the token that comes next
             return p
 
-        try:
-            verdict = verify(tree, target, window.sequence.draft_generator)
-            window.ended = verdict.next_token in window.ends
-        except _Ended:
-            window.ended = True
-            verdict = Verdict(path, tree.token_ids[path[-1]], corrected=False)
-        window.probs += seen  # p_i of each token that comes out: one per node of the path that something follows
+        verdict = verify(tree, target, window.sequence.draft_generator)
+        window.ended = verdict.next_token is None or verdict.next_token in window.ends
         return verdict
 
     def _extend(self, window: _Window, tree: TokenTree, verdict: Verdict, states: Tensor) -> int:
@@ -260,11 +250,10 @@ class HierarchicalDrafter(Drafter):
         offsets = [*range(before), *(before + node for node in verdict.path)]
         window.hidden.append(states[offsets])
         self.cache.keep([(window.shadow.table, offsets)])
-        emitted = [*(tree.token_ids[node] for node in verdict.path[1:]), verdict.next_token]
-        num_new = len(window.probs) - len(window.token_ids)
-        window.shadow.token_ids += emitted[:num_new]
+        emitted = verdict.emitted(tree)
+        window.shadow.token_ids += emitted
         window.shadow.num_tentative = len(window.token_ids)
-        return num_new
+        return len(emitted)
 
     def _tree(self, window: _Window) -> TokenTree:
         root, drafted = window.sequence.token_ids[-1], window.token_ids

@@ -54,11 +54,13 @@ class Ran:
     """hidden: [tokens, hidden] of the whole batch after the last layer asked for.
 
     layer_tokens: tokens times layers run for it; prefill_layer_tokens: those of tokens before a root, besides.
+    layer_passes: layers run one after another, whatever the tokens.
     """
 
     hidden: Tensor
     layer_tokens: int
     prefill_layer_tokens: int
+    layer_passes: int
 
 
 def run_segments(
@@ -72,7 +74,7 @@ def run_segments(
     depths = {share.depth for share in shares if share.hidden is not None}
     taps = sorted({tap for share in shares for tap in share.taps if tap.layer <= stop}, key=lambda tap: tap.layer)
     parts = _Parts(shares, batch, cache.block_size)
-    layer_tokens = prefill = 0
+    layer_tokens = prefill = passes = 0
     for first, last in pairwise(sorted({0, stop, *depths, *(tap.layer for tap in taps)})):
         skips = [share.num_past(last) for share in shares]
         rows, part = parts.without(skips)
@@ -83,9 +85,10 @@ def run_segments(
         before = sum(max(0, share.num_before - skip) for share, skip in zip(shares, skips, strict=True))
         layer_tokens += (part.num_tokens - before) * (last - first)
         prefill += before * (last - first)
+        passes += last - first
         for tap in (tap for tap in taps if tap.layer == last):
             _show(tap, hidden, parts, skips)
-    return Ran(hidden, layer_tokens, prefill)
+    return Ran(hidden, layer_tokens, prefill, passes)
 
 
 def _show(tap: Tap, hidden: Tensor, parts: _Parts, skips: list[int]) -> None:

@@ -194,6 +194,8 @@ class EngineStats(_Counters):
         for an intermediate layer's verification, and for the last stage. In plain decoding the three other than prefill
         add up to the model's layers per emitted token. head_tokens: tokens through heads of early exits, each a norm
         and an unembedding and what the head itself holds; they are no layer-tokens.
+    layer_passes: layers of the target run one after another, whatever the tokens in them, prefill included: the work as
+        a device feels it whose passes are bound by reading weights.
     """
 
     steps: int = 0
@@ -206,6 +208,7 @@ class EngineStats(_Counters):
     intermediate_layer_tokens: int = 0
     full_layer_tokens: int = 0
     head_tokens: int = 0
+    layer_passes: int = 0
 
     def record_step(self, seconds: float, drafting: float, model: float, verifying: float) -> None:
         self.steps += 1
@@ -215,12 +218,13 @@ class EngineStats(_Counters):
         self.verifying_seconds += verifying
 
     def record_work(self, work: Mapping[str, int]) -> None:
-        """Add the target's work: layer-tokens by stage ("prefill", "draft", "intermediate", "full"), and "head"s."""
+        """Add the target's work: layer-tokens by stage ("prefill", "draft", "intermediate", "full"), "head"s, "passes"."""
         self.prefill_layer_tokens += work.get("prefill", 0)
         self.draft_layer_tokens += work.get("draft", 0)
         self.intermediate_layer_tokens += work.get("intermediate", 0)
         self.full_layer_tokens += work.get("full", 0)
         self.head_tokens += work.get("head", 0)
+        self.layer_passes += work.get("passes", 0)
 
     @property
     def decoding_layer_tokens(self) -> int:

@@ -198,6 +198,7 @@ def _counts(runs: Sequence[Run], method: str, group: str) -> dict[str, Any]:
             "retrieval_rate",
             "layer_tokens_per_token",
             "head_tokens_per_token",
+            "layer_passes_per_token",
             "overhead_share",
             "counts",
         )
@@ -220,6 +221,7 @@ def _counts(runs: Sequence[Run], method: str, group: str) -> dict[str, Any]:
         figures |= {
             "layer_tokens_per_token": ratio(engine.decoding_layer_tokens, tokens),
             "head_tokens_per_token": ratio(engine.head_tokens, tokens),
+            "layer_passes_per_token": ratio(engine.layer_passes, tokens),
             "overhead_share": engine.overhead_share,
         }
     return figures

@@ -92,17 +92,22 @@ class Verdict:
 
     path: accepted nodes from the root on, `[0, 2, 5]`; the root itself was emitted earlier.
     next_token: the token that follows the path, drawn from the target: a bonus if the path ended where the proposal
-        did, a correction otherwise. It is the next step's root.
+        did, a correction otherwise. It is the next step's root. None where the target let nothing follow.
     corrected: whether drafts below the end of the path were turned down.
     """
 
     path: list[int]
-    next_token: int
+    next_token: int | None
     corrected: bool
 
     @property
     def num_accepted(self) -> int:
         return len(self.path) - 1
+
+    def emitted(self, tree: TokenTree) -> list[int]:
+        """The token ids that the pass adds to the text."""
+        accepted = [tree.token_ids[node] for node in self.path[1:]]
+        return accepted if self.next_token is None else [*accepted, self.next_token]
 
 
 def accept_prob(p: float, q: float) -> float:
@@ -120,7 +125,11 @@ def _uniform(generator: torch.Generator | None) -> float:
     return torch.rand((), generator=generator, dtype=torch.float64, device=device).item()
 
 
-def verify(tree: TokenTree, target: Callable[[int], Distribution], generator: torch.Generator | None = None) -> Verdict:
+Target = Callable[[int], Distribution | None]
+"""node -> what its successor is drawn from; None: the text ends with this node."""
+
+
+def verify(tree: TokenTree, target: Target, generator: torch.Generator | None = None) -> Verdict:
     """Walk the proposal from the root; every emitted token is distributed as the target at its prefix.
 
     `target(node)` gives the distribution after `node` and is asked once per visited node, in order, so processors with
@@ -131,6 +140,8 @@ def verify(tree: TokenTree, target: Callable[[int], Distribution], generator: to
     while True:
         node = path[-1]
         p, children = target(node), tree.children[node]
+        if p is None:
+            return Verdict(path, None, corrected=False)
         if tree.probs is None or not children:
             token_id = p.sample(generator)
             child = children.get(token_id)

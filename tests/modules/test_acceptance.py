@@ -83,7 +83,7 @@ def enumeration(monkeypatch: pytest.MonkeyPatch) -> Enumeration:
 
 
 def emitted(tree: TokenTree, verdict: Verdict) -> Tokens:
-    return (*(tree.token_ids[node] for node in verdict.path[1:]), verdict.next_token)
+    return tuple(verdict.emitted(tree))
 
 
 def at_nodes(tree: TokenTree, p: Table) -> Callable[[int], Distribution]:
@@ -339,6 +339,7 @@ def test_a_bfloat16_draft_is_tested_with_the_very_numbers_it_was_drawn_from(enum
 
 
 NUM_SEEDS = 100_000
+NUM_DRAWS = 1_000_000
 
 
 @pytest.fixture
@@ -375,6 +376,19 @@ def test_a_greedy_draft_with_a_soft_q_fails_the_same_chi_square() -> None:
     p = at_temperature(P_LOGITS, 1.0, for_drafts=False)
     wrong = first_tokens(at_temperature(Q_LOGITS, 0.0), at_temperature(Q_LOGITS, 1.0), p)
     assert p_value(wrong, p) < 1e-4
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_million_draws_from_a_bfloat16_draft_with_a_large_offset_follow_the_target() -> None:
+    """The fault that the enumeration above catches, as it would be met: two generators, one draft a step."""
+    p = at_temperature(P_LOGITS, 1.0, for_drafts=False)
+    q = at_temperature((torch.tensor(Q_LOGITS) + 30.0).bfloat16(), 1.0)
+    trees = [TokenTree.chain([ROOT, drafted], [q]) for drafted in range(VOCAB)]
+    counts, drafts, draws = [0] * VOCAB, make_generator(0, stream=1), make_generator(0)
+    for _ in range(NUM_DRAWS):
+        tree = trees[q.sample(drafts)]
+        counts[emitted(tree, verify(tree, lambda node: p, draws))[0]] += 1
+    assert p_value(counts, p) > 1e-4
 
 
 def test_greedy_never_takes_a_close_second_that_the_draft_prefers() -> None:
