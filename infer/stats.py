@@ -218,7 +218,7 @@ class EngineStats(_Counters):
         self.verifying_seconds += verifying
 
     def record_work(self, work: Mapping[str, int]) -> None:
-        """Add the target's work: layer-tokens by stage ("prefill", "draft", "intermediate", "full"), "head"s, "passes"."""
+        """Add the target's work: layer-tokens by stage (prefill, draft, intermediate, full), heads, passes."""
         self.prefill_layer_tokens += work.get("prefill", 0)
         self.draft_layer_tokens += work.get("draft", 0)
         self.intermediate_layer_tokens += work.get("intermediate", 0)

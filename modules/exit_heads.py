@@ -34,6 +34,9 @@ KINDS = ("norm", "adapter", "block")
 
 EPS = 1e-6
 
+OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc2")
+"""What a transformer layer's attention and MLP end with, in the families that there are."""
+
 
 def default_layers(num_layers: int) -> tuple[int, int]:
     """The exits of HiSpec, L/8 to draft and L/4 to verify: rounded, above zero and apart."""
@@ -48,9 +51,12 @@ class ExitHeads(nn.Module):
     kind: of all heads, or one for each.
         "norm": nothing of its own, for models trained to exit early.
         "adapter": a residual gated MLP of `rank` on each token; starts as "norm".
-        "block": one transformer layer, which starts as the model's layer `block_layer` (None: the one that comes next)
-        and reads the tokens before, so every token of a text must pass it.
+        "block": one transformer layer, which reads the tokens before, so every token of a text must pass it. It begins
+        as the model's layer `block_layer` (None: the last) that adds nothing yet, so as "norm" too.
     rank: inner width of an adapter; its parameters are 3 * rank * hidden.
+    translated: adapters and blocks read the residual stream through an affine map (the tuned lens, Belrose et al. 2023)
+        that starts as the identity, since early states are nothing like those that the final norm expects. Its
+        parameters are hidden * hidden; training can begin with the best such map (train/lens.py).
     draft_ids: the tokens that can be predicted, kept in ascending order; None: all.
 
     Parameters are at least float32. The model is read, not kept; a block over a fast model, whose weights are packed,
@@ -69,6 +75,7 @@ class ExitHeads(nn.Module):
         rank: int = 1024,
         draft_ids: Int[Tensor, "draft"] | None = None,
         block_layer: int | None = None,
+        translated: bool = True,
     ) -> None:
         super().__init__()
         self.layers = _checked_layers(default_layers(model.num_layers) if layers is None else layers, model.num_layers)
@@ -77,22 +84,26 @@ class ExitHeads(nn.Module):
             raise ValueError(f"rank must be at least 1, got {rank}")
         if block_layer is not None and not 0 <= block_layer < model.num_layers:
             raise ValueError(f"block_layer must be from 0 to {model.num_layers - 1}, got {block_layer}")
-        self.rank, self.block_layer = rank, block_layer
+        self.rank, self.block_layer, self.translated = rank, block_layer, translated
         self.hidden_size, self.vocab_size = model.hidden_size, model.vocab_size
         self.heads = nn.ModuleDict()
         for layer, name in zip(self.layers, self.kinds, strict=True):
-            self.heads[str(layer)] = self._new_head(name, layer, model)
+            self.heads[str(layer)] = self._new_head(name, model)
         self.to(model.device, torch.promote_types(model.dtype, torch.float32))
         ids = None if draft_ids is None else _checked_ids(draft_ids, model.vocab_size).to(model.device)
         self.register_buffer("draft_ids", ids)
 
-    def _new_head(self, kind: str, layer: int, model: LayeredModel) -> nn.Module:
+    def _new_head(self, kind: str, model: LayeredModel) -> nn.Module:
         if kind == "norm":
             return Norm()
         if kind == "adapter":
-            return Adapter(self.hidden_size, self.rank)
-        following = min(layer, model.num_layers - 1)
-        return Block(model, following if self.block_layer is None else self.block_layer)
+            return Adapter(self.hidden_size, self.rank, self.translated)
+        return Block(model, model.num_layers - 1 if self.block_layer is None else self.block_layer, self.translated)
+
+    def translation(self, layer: int) -> nn.Linear | None:
+        """The affine map that the head reads through; None where it has none."""
+        found = getattr(self._head(layer), "translate", None)
+        return found if isinstance(found, nn.Linear) else None
 
     @property
     def num_logits(self) -> int:
@@ -151,6 +162,7 @@ class ExitHeads(nn.Module):
             "kind": list(self.kinds),
             "rank": self.rank,
             "block_layer": self.block_layer,
+            "translated": self.translated,
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
         }
@@ -179,8 +191,9 @@ class ExitHeads(nn.Module):
         for name, own in (("hidden_size", model.hidden_size), ("vocab_size", model.vocab_size)):
             if config.pop(name, None) != own:
                 raise ValueError(f"bundle is for {name} {bundle.config.get(name)}, this model has {own}")
-        if config.keys() != {"layers", "kind", "rank", "block_layer"}:
-            raise ValueError(f"bundle's config must name layers, kind, rank and block_layer, got {', '.join(config)}")
+        names = ("layers", "kind", "rank", "block_layer", "translated")
+        if config.keys() != set(names):
+            raise ValueError(f"bundle's config must name {', '.join(names)}; got {', '.join(config)}")
         try:
             heads = cls(model, draft_ids=bundle.tensors.get("draft_ids"), **config)
         except TypeError as error:
@@ -209,6 +222,7 @@ class ExitHeads(nn.Module):
             if isinstance(head, Adapter):
                 copied.heads[name] = FastAdapter(head)
             elif isinstance(head, Block):
+                head.translate = _packed(head.translate)
                 speed_up(nn.ModuleList([head.layer]))
         return copied
 
@@ -266,11 +280,25 @@ class Norm(nn.Module):
         return hidden
 
 
-class Adapter(nn.Module):
-    """h + down(silu(gate(n)) * up(n)), n the RMS norm of h; `down` starts as zero, and so the whole as h itself."""
+def _translation(hidden_size: int, translated: bool) -> nn.Module:
+    if not translated:
+        return nn.Identity()
+    linear = nn.Linear(hidden_size, hidden_size)
+    nn.init.eye_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
 
-    def __init__(self, hidden_size: int, rank: int) -> None:
+
+def _packed(translate: nn.Module) -> nn.Module:
+    return FastLinear([translate]) if isinstance(translate, nn.Linear) else translate
+
+
+class Adapter(nn.Module):
+    """t + down(silu(gate(n)) * up(n)), t the translated state and n its RMS norm; starts as the state itself."""
+
+    def __init__(self, hidden_size: int, rank: int, translated: bool) -> None:
         super().__init__()
+        self.translate = _translation(hidden_size, translated)
         self.norm = nn.Parameter(torch.ones(hidden_size))
         self.gate = nn.Linear(hidden_size, rank, bias=False)
         self.up = nn.Linear(hidden_size, rank, bias=False)
@@ -278,8 +306,9 @@ class Adapter(nn.Module):
         nn.init.zeros_(self.down.weight)
 
     def forward(self, hidden: Tensor, *_: Any) -> Tensor:
-        states = F.rms_norm(hidden.to(self.norm.dtype), self.norm.shape, self.norm, EPS)
-        return hidden + self.down(F.silu(self.gate(states)) * self.up(states)).to(hidden.dtype)
+        translated = self.translate(hidden.to(self.norm.dtype))
+        states = F.rms_norm(translated, self.norm.shape, self.norm, EPS)
+        return (translated + self.down(F.silu(self.gate(states)) * self.up(states))).to(hidden.dtype)
 
 
 class FastAdapter(nn.Module):
@@ -287,17 +316,18 @@ class FastAdapter(nn.Module):
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
-        self.norm = adapter.norm.detach()
+        self.norm, self.translate = adapter.norm.detach(), _packed(adapter.translate)
         self.gate_up, self.down = FastLinear([adapter.gate, adapter.up]), FastLinear([adapter.down])
 
     def forward(self, hidden: Tensor, *_: Any) -> Tensor:
-        states = F.rms_norm(hidden, self.norm.shape, self.norm, EPS)
+        translated = self.translate(hidden)
+        states = F.rms_norm(translated, self.norm.shape, self.norm, EPS)
         gate, up = self.gate_up(states).chunk(2, dim=-1)
-        return hidden + self.down(F.silu(gate).mul_(up))
+        return translated + self.down(F.silu(gate).mul_(up))
 
 
 class Block(nn.Module):
-    """A transformer layer of the model's own class.
+    """A transformer layer of the model's own class, on the translated states.
 
     place: the model's layer whose rotary embedding and window it has, and whose weights it starts with. Where its keys
     and values lie in a cache is said by `bind`.
@@ -305,9 +335,10 @@ class Block(nn.Module):
 
     like: Tensor
 
-    def __init__(self, model: LayeredModel, place: int) -> None:
+    def __init__(self, model: LayeredModel, place: int, translated: bool) -> None:
         super().__init__()
         self.place = place
+        self.translate = _translation(model.hidden_size, translated)
         own = model.decoder.layers[place]
         self.layer = type(own)(model.decoder.config, place).to(model.dtype)
         self.layer.self_attn.layer_idx = 0
@@ -316,13 +347,22 @@ class Block(nn.Module):
             wait_for_weights(self.layer)
         else:
             self.layer.load_state_dict(own.state_dict())
+            self._silence()
+
+    @torch.no_grad()
+    def _silence(self) -> None:
+        """Training then starts where the translation is, not where a layer made for other states would push it."""
+        for name, module in self.layer.named_modules():
+            if name.rpartition(".")[2] in OUTPUTS:
+                for parameter in module.parameters():
+                    parameter.zero_()
 
     def forward(
         self, hidden: Tensor, model: LayeredModel, batch: RaggedBatch | None, cache: PagedKVCache | None
     ) -> Tensor:
         if batch is None:
             raise ValueError("batch must be given: a head of kind 'block' reads the tokens before")
-        states = hidden.to(self.like.dtype)
+        states = self.translate(hidden.to(self.like.dtype))
         return model.run_layer(self.layer, self.place, states, batch, cache).to(hidden.dtype)
 
 

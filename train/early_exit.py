@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import ceil
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,6 +28,7 @@ from ..modules.layered_model import LayeredModel
 from .base import Schedule, TokenMeanModule, TokenMeans, plain_settings
 from .checkpoint import HEADS, check_base, check_kind, check_settings, check_tensors
 from .data import TextBatch, draft_vocabulary
+from .lens import LeastSquares
 from .losses import ExitLoss, LossSum, agrees, forward_kl, kept_rows, log_probs, sum_over_chunks, total_variation
 
 DEFAULT_LOSS = ExitLoss()
@@ -39,7 +42,9 @@ class EarlyExitModule(TokenMeanModule):
 
     model: hub id, folder or .gguf file of the backbone; dtype: what it is computed in ("auto": the checkpoint's own).
         Heads are float32 throughout.
-    layers, kind, rank, block_layer: see ExitHeads.
+    layers, kind, rank, block_layer, translated: see ExitHeads.
+    calibrate: supervised tokens of the training data from which a new run first takes the heads' affine maps to the
+        last layer's states (train/lens.py); 0: they start as the identity.
     draft_vocab: how many tokens the exits can predict, the most frequent of the training data; None: all. Which ones
         is saved with the heads, and a resumed run keeps them.
     loss: see ExitLoss. exit_weights: one weight for each exit; None: all 1.
@@ -67,6 +72,8 @@ class EarlyExitModule(TokenMeanModule):
         exit_weights: list[float] | None = None,
         position_share: float = 1.0,
         block_layer: int | None = None,
+        translated: bool = True,
+        calibrate: int = 32768,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         chunk_rows: int = 512,
         seed: int = 0,
@@ -80,9 +87,18 @@ class EarlyExitModule(TokenMeanModule):
             raise ValueError(f"position_share must be above 0 and at most 1 (all positions), got {position_share!r}")
         if chunk_rows < 1:
             raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
+        if calibrate < 0:
+            raise ValueError(f"calibrate must be a number of tokens, 0 for none, got {calibrate}")
         resolve_dtype(dtype)
         self.source = resolve_model(model, allow_pickle, trust_remote_code)
-        self.exit_settings: dict[str, Any] = {"layers": layers, "kind": kind, "rank": rank, "block_layer": block_layer}
+        self.exit_settings: dict[str, Any] = {
+            "layers": layers,
+            "kind": kind,
+            "rank": rank,
+            "block_layer": block_layer,
+            "translated": translated,
+        }
+        self.calibrate = calibrate
         self.draft_vocab, self.loss, self.position_share = draft_vocab, loss, position_share
         self.dtype_name, self.chunk_rows = dtype, chunk_rows
         self.exit_weights = exit_weights
@@ -113,6 +129,7 @@ class EarlyExitModule(TokenMeanModule):
     def setup(self, stage: str) -> None:
         """Load the backbone and build the heads, once. Raises ValueError for exits that the model does not have."""
         device = self.trainer.strategy.root_device
+        is_new = self.heads is None
         if self.heads is None:
             self._check_exits()
             self._load_backbone(device)
@@ -122,6 +139,8 @@ class EarlyExitModule(TokenMeanModule):
         self.backbone.to(device)
         self._exits = None
         self._choose_draft_vocabulary()
+        if is_new and stage == "fit" and self.trainer.ckpt_path is None:
+            self._calibrate()
 
     def teardown(self, stage: str) -> None:
         self.backbone.to("cpu")
@@ -165,6 +184,30 @@ class EarlyExitModule(TokenMeanModule):
         self.heads.draft_ids.copy_(self.trainer.strategy.broadcast(ids))
         self._ids_known = True
 
+    @torch.no_grad()
+    def _calibrate(self) -> None:
+        """Begin with the affine maps that bring each exit's states closest to the last layer's."""
+        heads, data = self.heads, self.trainer.datamodule.datasets["train"]
+        assert heads is not None
+        maps = {layer: linear for layer in heads.layers if (linear := heads.translation(layer)) is not None}
+        if not maps or not self.calibrate:
+            return
+        sums = {layer: LeastSquares(heads.hidden_size, self.backbone.device) for layer in maps}
+        wanted = ceil(self.calibrate * len(data) / max(data.summary.supervised, 1))
+        for index in range(0, len(data), max(1, len(data) // wanted)):  # spread over the data, the same on every rank
+            batch = TextBatch.collate([data[index]]).to(self.backbone.device)
+            states = self._states(
+                batch, lambda batch=batch: RaggedBatch.build(batch.items(), None, self.backbone.device)
+            )
+            rows = kept_rows(batch.mask)
+            for layer, found in sums.items():
+                found.add(states[layer][rows], states[self.backbone.num_layers][rows])
+        for layer, linear in maps.items():
+            weight, bias = sums[layer].solve()
+            linear.weight.copy_(weight)
+            linear.bias.copy_(bias)
+        rank_zero_info(f"heads begin with affine maps from {next(iter(sums.values())).num_rows} tokens")
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def loss_sum(self, batch: TextBatch, batch_idx: int) -> LossSum:
@@ -201,12 +244,13 @@ class EarlyExitModule(TokenMeanModule):
         return [batch.next_ids[rows], states[max(states)][rows], *chosen]
 
     @torch.no_grad()
-    def _states(self, batch: TextBatch, ragged: Callable[[], RaggedBatch], final: bool) -> dict[int, Tensor]:
+    def _states(self, batch: TextBatch, ragged: Callable[[], RaggedBatch], final: bool = True) -> dict[int, Tensor]:
         """{layer: [tokens, hidden] residual stream after it}, of the exits and, if wanted, of the last layer.
 
         From the batch where they are stored with it, else by one pass of the backbone.
         """
-        model, layers = self.backbone, self.exits.heads.layers
+        assert self.heads is not None
+        model, layers = self.backbone, self.heads.layers
         wanted = sorted({*layers, model.num_layers} if final else layers)
         stored = getattr(batch, "states", None)
         if stored is not None:

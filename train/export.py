@@ -51,6 +51,7 @@ class ExportOptions:
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "what heads are stored in")
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     base_name: str | None = option(None, "what the bundle calls its base model; if unset the last part of its path")
+    measured: str | None = option(None, "JSON file with an object of figures of yours, for the card")
     licence: str = option(LICENCE, "note on the licence, for the card")
     overwrite: bool = option(False, "replace a bundle that is there")
 
@@ -66,6 +67,7 @@ def export(options: ExportOptions) -> int:
     if options.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {options.max_new_tokens}")
     _check_output(options)
+    _measured(options)
     checkpoint = read_checkpoint(options.ckpt)
     if checkpoint[RECORD]["kind"] == KIND:
         return _export_heads(options, checkpoint.get("settings", {}))
@@ -82,6 +84,18 @@ def _check_output(options: ExportOptions) -> None:
         raise ValueError(f"output {options.output!r} is not empty; choose another folder, or --overwrite a bundle")
     if not (output / INDEX).is_file():
         raise ValueError(f"output {options.output!r} is not empty and holds other files; choose another folder")
+
+
+def _measured(options: ExportOptions) -> dict[str, Any]:
+    if options.measured is None:
+        return {}
+    try:
+        found = json.loads(Path(options.measured).expanduser().read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"measured {options.measured!r} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"measured {options.measured!r} must hold a JSON object, got {type(found).__name__}")
+    return {"measured": found}
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -128,6 +142,7 @@ def _card(
     """What people should know of these heads. Paths are left out but for files' names."""
     return {
         **trained.card,
+        **_measured(options),
         "training": _training(settings),
         "trial": {
             "prompts": Path(options.prompts).name if options.prompts else "built-in",

@@ -405,7 +405,7 @@ def test_work_is_counted_by_stage_so_that_it_adds_up():
     assert stats.intermediate_layer_tokens == 4 * 1 * 10  # the third draft
     assert stats.full_layer_tokens == 4 * (1 + 10)  # the prompt's last token; the window's last token
     assert stats.head_tokens == (3 + 4) * 10
-    assert stats.layer_passes == 4 + 10 * (3 * 4 + 4 + 4)  # the prompt; per step three drafts, the third, the last token
+    assert stats.layer_passes == 4 + 10 * (3 * 4 + 4 + 4)  # the prompt; per step 3 drafts, the third, the last token
 
 
 # --- the commands -------------------------------------------------------------------------------------------------

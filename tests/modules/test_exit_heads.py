@@ -6,7 +6,7 @@ import pytest
 import torch
 from speclight.modules.batch import BatchItem, RaggedBatch
 from speclight.modules.bundle import HeadBundle, fingerprint
-from speclight.modules.exit_heads import KINDS, ExitHeads, default_layers
+from speclight.modules.exit_heads import KINDS, OUTPUTS, ExitHeads, default_layers
 from speclight.modules.kv_cache import CacheTable
 from speclight.modules.layered_model import LayeredModel
 from support import FAMILIES, TableLM, random_table, tiny_lm
@@ -78,15 +78,37 @@ def test_an_exit_at_the_last_layer_is_the_model_itself(family):
 
 @pytest.mark.parametrize("layer", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_untrained_block_equals_the_models_next_layer_exactly(family, layer):
-    """Fails if the layer's window, rotary embedding or weights are not those of its place. After the last layer there
-    is no next one, and the last is repeated."""
+def test_a_block_is_a_layer_of_the_model_that_adds_nothing_yet(family, layer):
+    """Fails if the window, rotary embedding or weights are not those of its place, the last unless it is named."""
     model = frozen(family)
     batch, hidden = residual(model, layer)
-    place = min(layer, model.num_layers - 1)
+    for named, place in ((None, model.num_layers - 1), (layer - 1, layer - 1)):
+        heads = ExitHeads(model, [layer], "block", block_layer=named).eval()
+        with torch.no_grad():
+            assert torch.equal(heads.bind(model).logits(layer, hidden, batch), model.logits(hidden))
+            for name, parameter in model.decoder.layers[place].named_parameters():
+                if name.split(".")[-2] in OUTPUTS:
+                    heads.heads[str(layer)].layer.get_parameter(name).copy_(parameter)
+            expected = model.logits(model.run(hidden, batch, None, place, place + 1))
+            assert torch.equal(heads.bind(model).logits(layer, hidden, batch), expected)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["transformers", "fast"])
+@pytest.mark.parametrize("kind", ["adapter", "block"])
+def test_a_head_reads_the_stream_through_its_affine_map(kind, fast):
+    """The map alone decides the logits: twice the state and one more is what the rest of the head then gets."""
+    model = tiny_lm(fast=fast) if kind == "adapter" else frozen()
+    batch, hidden = residual(model, 2)
+    plain, mapped = (ExitHeads(model, [2], kind, rank=4, translated=on) for on in (False, True))
+    translation = mapped.translation(2)
+    assert translation is not None and plain.translation(2) is None
     with torch.no_grad():
-        expected = model.logits(model.run(hidden, batch, None, place, place + 1))
-        assert torch.equal(ExitHeads(model, [layer], "block").eval().bind(model).logits(layer, hidden, batch), expected)
+        mapped.load_state_dict(plain.state_dict(), strict=False)
+        translation.weight.mul_(2.0)
+        translation.bias.add_(1.0)
+        expected = plain.bind(model).logits(2, 2.0 * hidden + 1.0, batch)
+        got = mapped.bind(model, fast and kind == "adapter").logits(2, hidden, batch)
+    torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["transformers", "fast"])

@@ -32,7 +32,7 @@ class Spy(EarlyExitModule):
 
 
 def module(folder: Path, make: type[EarlyExitModule] = EarlyExitModule, **settings) -> EarlyExitModule:
-    return make(base_model(folder), **({"rank": 4, "lr": 0.02} | settings))
+    return make(base_model(folder), **({"rank": 4, "lr": 0.02, "calibrate": 0} | settings))
 
 
 def ready(folder: Path, stage: str = "fit", **settings) -> tuple[EarlyExitModule, TextDataModule]:

@@ -75,6 +75,18 @@ def test_a_bundle_says_what_it_is_and_no_folder_of_its_maker(
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_figures_of_ones_own_go_into_the_card(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "figures.json"
+    for text, wrong in (("[1]", "must hold a JSON object, got list"), ("{", "cannot be read as JSON")):
+        figures.write_text(text)
+        assert exported(home, tmp_path / "bundle", "--measured", str(figures)) == 2
+        assert wrong in capsys.readouterr().err
+    figures.write_text('{"agreement": {"8": 0.4}}')
+    assert exported(home, tmp_path / "bundle", "--measured", str(figures)) == 0
+    assert HeadBundle.load(tmp_path / "bundle").card["measured"] == {"agreement": {"8": 0.4}}
+
+
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("damage", ["draft_ids", "heads.1.down.weight"])
 def test_heads_that_draft_otherwise_from_disk_are_not_exported(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
