@@ -29,7 +29,11 @@ TINY_HEADS = ["--model.layers=[1,2]", "--model.rank=8", "--model.draft_vocab=40"
 TINY_SHAPE = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 SPECIFIC = {
     "early_exit_smollm2_lora": ["--model.layers=[1,2]"],
-    "early_exit_scratch": ["--model.architecture", json.dumps(TINY_SHAPE | {"num_attention_heads": 4})],
+    "early_exit_scratch": [
+        "--model.layers=[1,2]",
+        "--model.architecture",
+        json.dumps(TINY_SHAPE | {"num_attention_heads": 4}),
+    ],
 }
 CONFIG = """
 model:
