@@ -85,10 +85,14 @@ def measure(engine: Engine, setting: Setting, prompts: Sequence[Any], max_new_to
     }
 
 
-def known_rows(path: Path) -> dict[Setting, dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return {Setting(*row["setting"]): row for row in rows}
+def known_rows(path: Path, what: dict[str, Any]) -> dict[Setting, dict[str, Any]]:
+    """Rows of an earlier run of the same command; the first line of a new file says what that is."""
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
+    first, *lines = whole.splitlines() or [""]
+    if first and json.loads(first) != what:
+        raise SystemExit(f"{path} belongs to another sweep, {first}; choose another --output")
+    path.write_text("".join(line + "\n" for line in (json.dumps(what), *lines)), encoding="utf-8")
+    return {Setting(*row["setting"]): row for row in map(json.loads, lines)}
 
 
 def best(rows: Iterable[dict[str, Any]], method: str, cost: str) -> dict[str, Any]:
@@ -193,6 +197,10 @@ def write(folder: Path, rows: Sequence[dict[str, Any]], title: str, facts: dict[
     replace_file(folder / "sweep.jsonl", kept.encode())
 
 
+SHAPES = ("draft_layers", "verify_layers", "draft_tokens", "windows")
+"""What may grow when a sweep is continued."""
+
+
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -218,6 +226,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    settings = grid(options)
+    if {setting.method for setting in settings} < set(METHODS):
+        raise SystemExit("no pair is left: --verify-layers must go above --draft-layers, --windows hold --draft-tokens")
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     engine_options = EngineOptions(
@@ -228,8 +239,10 @@ def main() -> None:
     questions = select(read_questions(options.data), limit=options.limit)
     texts = [question.turns[0] for question in questions]
     prompts = [[{"role": "user", "content": text}] for text in texts] if prepared.has_template else texts
-    settings, path = grid(options), folder / "rows.jsonl"
-    rows = known_rows(path)
+    path = folder / "rows.jsonl"
+    rows = known_rows(
+        path, {name: value for name, value in vars(options).items() if name not in SHAPES and name != "output"}
+    )
     waiting = [setting for setting in settings if setting not in rows]
     random.Random(0).shuffle(waiting)
     measure(engine, settings[0], prompts[:2], 8)  # warms up

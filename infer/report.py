@@ -24,18 +24,18 @@ DEFINITIONS = {
     "inner acceptance": "the same of drafts under HiSpec's intermediate layer",
     "layer-tokens": "tokens times layers of the target that ran them, prefill apart, by emitted tokens; plain decoding"
     " has the number of its layers. Exit heads come on top and are no layer-tokens",
-    "layer-passes": "layers run one after another by emitted tokens, whatever the tokens in them: what costs time where"
-    " reading weights does",
+    "layer-passes": "layers run one after another by emitted tokens, prefill included, whatever the tokens in them:"
+    " that is time where reading weights is",
     "head-tokens": "tokens through early exits' heads, by emitted tokens",
     "retrieval": "share of lookups that found a match",
     "equal": "share of texts whose token ids are those of plain decoding",
     "near-ties": "texts that part from plain decoding where the lower of the two tokens is less than the near-tie gap"
     " stated above under the highest logit",
-    "quality": "is that of the model for every method here: they are lossless, so what drafts, from which layer and how"
-    " much, changes the speed of a text and not the text",
     "different": "texts that part from it anywhere else: faults, or rounding beyond that gap",
     "overhead": "drafting outside the target model (lookup, trees, batches, masks; a draft model's passes) as a share"
     " of the time of all steps",
+    "quality": "is that of the model for every method here: they are lossless, so what drafts, from which layer and how"
+    " much, changes the speed of a text and not the text",
 }
 
 

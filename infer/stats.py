@@ -46,7 +46,7 @@ class _Counters:
         """What `as_dict` was made of; its derived rates are computed anew."""
         counts = cls()
         for item in fields(cls):  # type: ignore[arg-type]
-            value = values[item.name]
+            value = values.get(item.name, getattr(counts, item.name))  # what an older row did not count
             histogram = isinstance(value, dict)
             setattr(counts, item.name, Counter({int(key): value[key] for key in value}) if histogram else value)
         return counts

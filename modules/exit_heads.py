@@ -306,7 +306,7 @@ class Adapter(nn.Module):
         nn.init.zeros_(self.down.weight)
 
     def forward(self, hidden: Tensor, *_: Any) -> Tensor:
-        translated = self.translate(hidden.to(self.norm.dtype))
+        translated = self.translate(hidden.to(self.norm.dtype)).to(self.norm.dtype)  # autocast gives bfloat16
         states = F.rms_norm(translated, self.norm.shape, self.norm, EPS)
         return (translated + self.down(F.silu(self.gate(states)) * self.up(states))).to(hidden.dtype)
 
@@ -351,7 +351,15 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def _silence(self) -> None:
-        """Training then starts where the translation is, not where a layer made for other states would push it."""
+        """Training then starts where the translation is, not where a layer made for other states would push it.
+
+        Where a norm comes behind attention and MLP (Gemma), its scale is what becomes zero: it would blow up outputs
+        that are nearly so.
+        """
+        if hasattr(self.layer, "post_feedforward_layernorm"):
+            for norm in (self.layer.post_attention_layernorm, self.layer.post_feedforward_layernorm):
+                norm.weight.fill_(-1.0)  # stored as a distance from one
+            return
         for name, module in self.layer.named_modules():
             if name.rpartition(".")[2] in OUTPUTS:
                 for parameter in module.parameters():
@@ -362,7 +370,7 @@ class Block(nn.Module):
     ) -> Tensor:
         if batch is None:
             raise ValueError("batch must be given: a head of kind 'block' reads the tokens before")
-        states = self.translate(hidden.to(self.like.dtype))
+        states = self.translate(hidden.to(self.like.dtype)).to(self.like.dtype)
         return model.run_layer(self.layer, self.place, states, batch, cache).to(hidden.dtype)
 
 

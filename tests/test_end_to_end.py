@@ -134,7 +134,9 @@ def test_a_checkpoint_holds_heads_and_no_model(home: Path, resumed: Path) -> Non
     """And is read by the safe default, as plain types."""
     state = torch.load(resumed, weights_only=True)["state_dict"]
     assert all(name.startswith("heads.") for name in state)
-    assert sum(tensor.numel() for name, tensor in state.items() if "draft_ids" not in name) == 2 * (3 * 32 * 8 + 32)
+    assert sum(tensor.numel() for name, tensor in state.items() if "draft_ids" not in name) == 2 * (
+        3 * 32 * 8 + 32 + 32 * 32 + 32
+    )
 
 
 def test_the_exported_heads_speculate_and_the_text_is_that_of_plain_decoding(home: Path, bundle: Path) -> None:

@@ -107,6 +107,7 @@ class EarlyExitModule(TokenMeanModule):
         self._frozen: tuple[LayeredModel, ...] = ()  # a tuple, so that torch does not register it
         self._exits: Exits | None = None
         self._ids_known = draft_vocab is None
+        self._has_begun = False
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -129,7 +130,6 @@ class EarlyExitModule(TokenMeanModule):
     def setup(self, stage: str) -> None:
         """Load the backbone and build the heads, once. Raises ValueError for exits that the model does not have."""
         device = self.trainer.strategy.root_device
-        is_new = self.heads is None
         if self.heads is None:
             self._check_exits()
             self._load_backbone(device)
@@ -139,8 +139,9 @@ class EarlyExitModule(TokenMeanModule):
         self.backbone.to(device)
         self._exits = None
         self._choose_draft_vocabulary()
-        if is_new and stage == "fit" and self.trainer.ckpt_path is None:
+        if stage == "fit" and not self._has_begun:  # a checkpoint that is resumed comes later, and overwrites it
             self._calibrate()
+            self._has_begun = True
 
     def teardown(self, stage: str) -> None:
         self.backbone.to("cpu")
@@ -187,18 +188,17 @@ class EarlyExitModule(TokenMeanModule):
     @torch.no_grad()
     def _calibrate(self) -> None:
         """Begin with the affine maps that bring each exit's states closest to the last layer's."""
-        heads, data = self.heads, self.trainer.datamodule.datasets["train"]
+        heads, data = self.heads, getattr(self.trainer.datamodule, "datasets", {}).get("train")
         assert heads is not None
         maps = {layer: linear for layer in heads.layers if (linear := heads.translation(layer)) is not None}
-        if not maps or not self.calibrate:
+        if not maps or not self.calibrate or data is None:
             return
         sums = {layer: LeastSquares(heads.hidden_size, self.backbone.device) for layer in maps}
-        wanted = ceil(self.calibrate * len(data) / max(data.summary.supervised, 1))
-        for index in range(0, len(data), max(1, len(data) // wanted)):  # spread over the data, the same on every rank
-            batch = TextBatch.collate([data[index]]).to(self.backbone.device)
-            states = self._states(
-                batch, lambda batch=batch: RaggedBatch.build(batch.items(), None, self.backbone.device)
-            )
+        wanted = min(len(data), ceil(self.calibrate * len(data) / max(data.summary.supervised, 1)))
+        for number in range(wanted):  # spread over the data, the same on every rank
+            batch = TextBatch.collate([data[number * len(data) // wanted]]).to(self.backbone.device)
+            ragged = RaggedBatch.build(batch.items(), None, self.backbone.device)
+            states = self._states(batch, lambda ragged=ragged: ragged)
             rows = kept_rows(batch.mask)
             for layer, found in sums.items():
                 found.add(states[layer][rows], states[self.backbone.num_layers][rows])
@@ -318,7 +318,7 @@ class EarlyExitModule(TokenMeanModule):
         check_settings(record["config"], self.heads.config())
         if "state_dict" in checkpoint:  # FSDP has taken it already, and checks it itself
             check_tensors(checkpoint["state_dict"], {HEADS + name: t for name, t in self.heads.state_dict().items()})
-        self._exits, self._ids_known = None, True
+        self._exits, self._ids_known, self._has_begun = None, True, True
 
     # -- validation by the engine --------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from speclight.modules.batch import BatchItem, RaggedBatch
 from speclight.modules.bundle import HeadBundle, fingerprint
-from speclight.modules.exit_heads import KINDS, OUTPUTS, ExitHeads, default_layers
+from speclight.modules.exit_heads import KINDS, ExitHeads, default_layers
 from speclight.modules.kv_cache import CacheTable
 from speclight.modules.layered_model import LayeredModel
 from support import FAMILIES, TableLM, random_table, tiny_lm
@@ -86,9 +86,7 @@ def test_a_block_is_a_layer_of_the_model_that_adds_nothing_yet(family, layer):
         heads = ExitHeads(model, [layer], "block", block_layer=named).eval()
         with torch.no_grad():
             assert torch.equal(heads.bind(model).logits(layer, hidden, batch), model.logits(hidden))
-            for name, parameter in model.decoder.layers[place].named_parameters():
-                if name.split(".")[-2] in OUTPUTS:
-                    heads.heads[str(layer)].layer.get_parameter(name).copy_(parameter)
+            heads.heads[str(layer)].layer.load_state_dict(model.decoder.layers[place].state_dict())
             expected = model.logits(model.run(hidden, batch, None, place, place + 1))
             assert torch.equal(heads.bind(model).logits(layer, hidden, batch), expected)
 
@@ -99,13 +97,13 @@ def test_a_head_reads_the_stream_through_its_affine_map(kind, fast):
     """The map alone decides the logits: twice the state and one more is what the rest of the head then gets."""
     model = tiny_lm(fast=fast) if kind == "adapter" else frozen()
     batch, hidden = residual(model, 2)
-    plain, mapped = (ExitHeads(model, [2], kind, rank=4, translated=on) for on in (False, True))
+    plain, mapped = (trained(ExitHeads(model, [2], kind, rank=4, translated=on)) for on in (False, True))
     translation = mapped.translation(2)
     assert translation is not None and plain.translation(2) is None
     with torch.no_grad():
         mapped.load_state_dict(plain.state_dict(), strict=False)
-        translation.weight.mul_(2.0)
-        translation.bias.add_(1.0)
+        torch.nn.init.eye_(translation.weight).mul_(2.0)
+        torch.nn.init.ones_(translation.bias)
         expected = plain.bind(model).logits(2, 2.0 * hidden + 1.0, batch)
         got = mapped.bind(model, fast and kind == "adapter").logits(2, hidden, batch)
     torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-9)
@@ -213,7 +211,7 @@ def test_nothing_of_the_backbone_is_registered_or_saved(kind):
     own = {parameter.data_ptr() for parameter in heads.parameters()}
     assert own.isdisjoint(parameter.data_ptr() for parameter in model.parameters())
     assert all(name.startswith("heads.") or name == "draft_ids" for name in heads.state_dict())
-    assert len(heads.state_dict()) == 1 + {"norm": 0, "adapter": 2 * 4, "block": 2 * 9}[kind]
+    assert len(heads.state_dict()) == 1 + {"norm": 0, "adapter": 2 * 6, "block": 2 * 11}[kind]
 
 
 def test_heads_of_a_bfloat16_model_are_trained_in_float32():

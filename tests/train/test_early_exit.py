@@ -207,8 +207,16 @@ def test_a_loss_on_data_runs_no_layer_above_the_last_exit(tmp_path: Path) -> Non
     assert ran[2:] == [(0, 1), (1, 2), (2, 4)]
 
 
+class Breaks(EarlyExitModule):
+    """Its weights overflow in the second step."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            next(self.heads.parameters()).data.fill_(torch.inf)
+
+
 def test_a_broken_loss_ends_training_with_a_reason(tmp_path: Path) -> None:
-    exits, data = module(tmp_path, kind="block", lr=1e30), text_data(tmp_path)
+    exits, data = module(tmp_path, Breaks), text_data(tmp_path)
     with pytest.raises(ValueError, match=r"the loss of step \d+ is nan: training broke the weights; lower lr"):
         trainer(max_epochs=5).fit(exits, datamodule=data)
 
@@ -345,7 +353,7 @@ def test_a_checkpoint_is_small_and_holds_only_tensors_and_plain_types(tmp_path: 
     """A backbone of 5 M and heads of 10 k parameters, the optimiser's state included."""
     wide = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 7, "head_dim": 64}
     base_model(tmp_path, **wide)
-    exits, path = trained(tmp_path, rank=6)
+    exits, path = trained(tmp_path, rank=6, translated=False)
     assert sum(parameter.numel() for parameter in exits.backbone.parameters()) > 4_900_000
     assert 9_000 < sum(parameter.numel() for parameter in exits.parameters()) < 11_000
     assert path.stat().st_size < 1_000_000
@@ -481,7 +489,7 @@ def test_only_matrices_decay(tmp_path: Path) -> None:
     decaying, others = host.optimizers[0].param_groups
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
     assert all(parameter.ndim == 2 for parameter in decaying["params"])
-    assert all(parameter.ndim == 1 for parameter in others["params"]) and len(others["params"]) == 3
+    assert all(parameter.ndim == 1 for parameter in others["params"]) and len(others["params"]) == 5
 
 
 def test_initial_heads_are_those_of_the_seed(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fitting import base_model, same_weights, saver, text_data, trainer
+from fitting import base_model, same_weights, text_data, trainer
+from speclight.modules.batch import BatchItem, RaggedBatch
 from speclight.train.data import TextBatch
 from speclight.train.early_exit import EarlyExitModule
 from speclight.train.lens import LeastSquares
@@ -61,7 +62,7 @@ def run(folder: Path, **settings) -> EarlyExitModule:
     return module
 
 
-def test_a_new_run_begins_with_the_map_and_a_resumed_one_goes_on_with_its_own(tmp_path: Path):
+def test_a_new_run_begins_with_the_map_and_one_that_was_validated_first_too(tmp_path: Path):
     data = text_data(tmp_path)
     data.setup("fit")
     batch = TextBatch.collate([data.datasets["train"][row] for row in range(len(data.datasets["train"]))])
@@ -70,10 +71,31 @@ def test_a_new_run_begins_with_the_map_and_a_resumed_one_goes_on_with_its_own(tm
         assert torch.equal(identity.heads.translation(layer).weight, torch.eye(32))
         assert distance(mapped, batch, layer) < 0.7 * distance(identity, batch, layer)
     assert same_weights(mapped.heads, run(tmp_path).heads)
-    saving = trainer(max_epochs=1, enable_checkpointing=True, callbacks=[saver(tmp_path / "saved")])
-    first = EarlyExitModule(base_model(tmp_path), rank=4, lr=0.01)
-    saving.fit(first, text_data(tmp_path))
-    last = max((tmp_path / "saved").iterdir(), key=lambda path: path.stat().st_mtime)
-    resumed = EarlyExitModule(base_model(tmp_path), rank=4, lr=0.01)
-    trainer(max_epochs=1).fit(resumed, text_data(tmp_path), ckpt_path=last, weights_only=True)
-    assert same_weights(resumed.heads, first.heads)
+    validated = EarlyExitModule(base_model(tmp_path), rank=4, lr=0.0)
+    trainer(limit_val_batches=1).validate(validated, text_data(tmp_path), verbose=False)
+    trainer(max_epochs=1).fit(validated, text_data(tmp_path))
+    assert same_weights(mapped.heads, validated.heads)
+
+
+def test_a_run_without_a_data_module_begins_with_the_identity(tmp_path: Path):
+    data, module = text_data(tmp_path), EarlyExitModule(base_model(tmp_path), rank=4, lr=0.0)
+    data.setup("fit")
+    trainer(max_epochs=1).fit(module, data.train_dataloader())
+    assert torch.equal(module.heads.translation(1).weight, torch.eye(32))
+
+
+@pytest.mark.parametrize("kind", ["adapter", "block"])
+def test_mixed_precision_keeps_the_heads_stream_in_float32(tmp_path: Path, kind: str):
+    module = EarlyExitModule(base_model(tmp_path), kind=kind, rank=4, lr=0.01)
+    trainer(max_epochs=1, precision="bf16-mixed").fit(module, text_data(tmp_path))
+    head, hidden = module.heads.heads["1"], torch.randn(5, 32)
+    batch = RaggedBatch.build([BatchItem([1, 2, 3, 4, 5])], None)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = head(hidden, module.backbone, batch, None)
+    assert out.dtype == torch.float32 and bool(out.isfinite().all())
+    assert not torch.equal(out, out.bfloat16().float())
+
+
+def test_calibrate_must_be_a_number_of_tokens(tmp_path: Path):
+    with pytest.raises(ValueError, match="calibrate must be a number of tokens, 0 for none, got -1"):
+        EarlyExitModule(base_model(tmp_path), calibrate=-1)
