@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from math import ceil
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,11 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..infer.exits import HeadExits
 from ..infer.loading import load_transformers, resolve_dtype, resolve_model
 from ..modules.batch import RaggedBatch
-from ..modules.bundle import fingerprint
+from ..modules.bundle import HeadBundle, fingerprint
 from ..modules.exit_heads import KIND, ExitHeads, Exits
 from ..modules.layered_model import LayeredModel
 from .base import Schedule, TokenMeanModule, TokenMeans, plain_settings
-from .checkpoint import HEADS, check_base, check_kind, check_settings, check_tensors
+from .checkpoint import HEADS, check_base, check_kind, check_settings, check_tensors, read_heads
 from .data import TextBatch, draft_vocabulary
 from .lens import LeastSquares
 from .losses import ExitLoss, LossSum, agrees, forward_kl, kept_rows, log_probs, sum_over_chunks, total_variation
@@ -45,6 +46,7 @@ class EarlyExitModule(TokenMeanModule):
     layers, kind, rank, block_layer, translated: see ExitHeads.
     calibrate: supervised tokens of the training data from which a new run first takes the heads' affine maps to the
         last layer's states (train/lens.py); 0: they start as the identity.
+    start: checkpoint of another run, or bundle, whose heads a new run begins with, draft vocabulary included.
     draft_vocab: how many tokens the exits can predict, the most frequent of the training data; None: all. Which ones
         is saved with the heads, and a resumed run keeps them.
     loss: see ExitLoss. exit_weights: one weight for each exit; None: all 1.
@@ -74,6 +76,7 @@ class EarlyExitModule(TokenMeanModule):
         block_layer: int | None = None,
         translated: bool = True,
         calibrate: int = 32768,
+        start: str | None = None,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         chunk_rows: int = 512,
         seed: int = 0,
@@ -108,6 +111,7 @@ class EarlyExitModule(TokenMeanModule):
         self._exits: Exits | None = None
         self._ids_known = draft_vocab is None
         self._has_begun = False
+        self._start = None if start is None else _heads_of(start)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -138,10 +142,13 @@ class EarlyExitModule(TokenMeanModule):
             self.remember_matrices()
         self.backbone.to(device)
         self._exits = None
+        begins = stage == "fit" and not self._has_begun  # a checkpoint that is resumed comes later, and overwrites it
+        if begins and self._start is not None:
+            self._begin_with(self._start)
         self._choose_draft_vocabulary()
-        if stage == "fit" and not self._has_begun:  # a checkpoint that is resumed comes later, and overwrites it
+        if begins and self._start is None:
             self._calibrate()
-            self._has_begun = True
+        self._has_begun = self._has_begun or begins
 
     def teardown(self, stage: str) -> None:
         self.backbone.to("cpu")
@@ -183,6 +190,14 @@ class EarlyExitModule(TokenMeanModule):
         assert self.heads is not None and self.heads.draft_ids is not None and self.draft_vocab is not None
         ids = draft_vocabulary(data, self.draft_vocab, self.backbone.vocab_size, self.backbone.eos_token_ids)
         self.heads.draft_ids.copy_(self.trainer.strategy.broadcast(ids))
+        self._ids_known = True
+
+    def _begin_with(self, heads: HeadBundle) -> None:
+        """Take over another run's heads. Raises ValueError where they are others than these, or of another model."""
+        assert self.heads is not None
+        heads.check_base(self.base_fingerprint, self.source.name)
+        check_settings(heads.config, self.heads.config())
+        heads.load_into(self.heads)
         self._ids_known = True
 
     @torch.no_grad()
@@ -332,3 +347,8 @@ class EarlyExitModule(TokenMeanModule):
 
     def drafting_exits(self) -> HeadExits:
         return HeadExits(self.exits.heads)
+
+
+def _heads_of(path: str) -> HeadBundle:
+    """From a bundle's folder or a checkpoint. Raises ValueError for neither."""
+    return HeadBundle.load(path) if Path(path).expanduser().is_dir() else read_heads(path)

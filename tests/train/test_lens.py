@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fitting import base_model, same_weights, text_data, trainer
+from fitting import TEXTS, base_model, same_weights, text_data, trainer
 from speclight.modules.batch import BatchItem, RaggedBatch
+from speclight.train.checkpoint import read_heads
 from speclight.train.data import TextBatch
 from speclight.train.early_exit import EarlyExitModule
 from speclight.train.lens import LeastSquares
@@ -99,3 +100,29 @@ def test_mixed_precision_keeps_the_heads_stream_in_float32(tmp_path: Path, kind:
 def test_calibrate_must_be_a_number_of_tokens(tmp_path: Path):
     with pytest.raises(ValueError, match="calibrate must be a number of tokens, 0 for none, got -1"):
         EarlyExitModule(base_model(tmp_path), calibrate=-1)
+
+
+def test_a_new_run_can_begin_with_the_heads_of_another(tmp_path: Path):
+    settings = {"rank": 4, "draft_vocab": 40}
+    first = EarlyExitModule(base_model(tmp_path), lr=0.01, **settings)
+    host = trainer(max_epochs=1)
+    host.fit(first, text_data(tmp_path))
+    host.save_checkpoint(tmp_path / "first.ckpt")
+    read_heads(tmp_path / "first.ckpt").save(tmp_path / "bundle")
+    other = text_data(tmp_path, [text.lower() for text in TEXTS])
+    for start in ("first.ckpt", "bundle"):
+        again = EarlyExitModule(base_model(tmp_path), lr=0.0, start=str(tmp_path / start), **settings)
+        trainer(max_epochs=1).fit(again, other)
+        assert same_weights(again.heads, first.heads) and torch.equal(again.heads.draft_ids, first.heads.draft_ids)
+
+
+def test_heads_to_begin_with_must_be_such_heads(tmp_path: Path):
+    with pytest.raises(ValueError, match="is not a file"):
+        EarlyExitModule(base_model(tmp_path), start=str(tmp_path / "nothing.ckpt"))
+    host = trainer(max_epochs=1)
+    host.fit(EarlyExitModule(base_model(tmp_path), rank=4), text_data(tmp_path))
+    host.save_checkpoint(tmp_path / "first.ckpt")
+    with pytest.raises(ValueError, match="rank must be 4, as in the checkpoint, got 5"):
+        trainer().fit(
+            EarlyExitModule(base_model(tmp_path), rank=5, start=str(tmp_path / "first.ckpt")), text_data(tmp_path)
+        )
