@@ -374,7 +374,8 @@ class RowsDataModule(LightningDataModule):
         if self._resumed["data"] != now:
             raise ValueError(
                 f"data.train or row_tokens differs from what the checkpoint was trained on (hash {now}, then "
-                f"{self._resumed['data']}); a run resumes on the same data, a new one can begin with its heads: model.start"
+                f"{self._resumed['data']}); a run resumes on the same data, a new one can begin with its heads "
+                "(model.start)"
             )
 
 
