@@ -212,8 +212,7 @@ class EarlyExitModule(TokenMeanModule):
         wanted = min(len(data), ceil(self.calibrate * len(data) / max(data.summary.supervised, 1)))
         for number in range(wanted):  # spread over the data, the same on every rank
             batch = TextBatch.collate([data[number * len(data) // wanted]]).to(self.backbone.device)
-            ragged = RaggedBatch.build(batch.items(), None, self.backbone.device)
-            states = self._states(batch, lambda ragged=ragged: ragged)
+            states = self._states(batch, self._ragged(batch))
             rows = kept_rows(batch.mask)
             for layer, found in sums.items():
                 found.add(states[layer][rows], states[self.backbone.num_layers][rows])
@@ -248,7 +247,7 @@ class EarlyExitModule(TokenMeanModule):
         Final states that are not wanted are the last exit's, and not read.
         """
         exits, layers = self.exits, self.exits.heads.layers
-        ragged = cache(lambda: RaggedBatch.build(batch.items(), None, self.backbone.device))
+        ragged = self._ragged(batch)
         states = self._states(batch, ragged, final or self.loss.needs_final)
         chosen = []
         for layer in layers:
@@ -257,6 +256,10 @@ class EarlyExitModule(TokenMeanModule):
                 hidden = exits.states(layer, hidden, ragged())
             chosen.append(hidden[rows])
         return [batch.next_ids[rows], states[max(states)][rows], *chosen]
+
+    def _ragged(self, batch: TextBatch) -> Callable[[], RaggedBatch]:
+        """Laid flat when it is first asked for, and once."""
+        return cache(lambda: RaggedBatch.build(batch.items(), None, self.backbone.device))
 
     @torch.no_grad()
     def _states(self, batch: TextBatch, ragged: Callable[[], RaggedBatch], final: bool = True) -> dict[int, Tensor]:

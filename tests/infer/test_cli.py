@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -494,14 +495,17 @@ def test_a_file_is_answered_with_each_rows_own_method_and_then_complete(
 
 
 def test_an_interrupt_exits_130_and_the_same_command_continues(model: str, tmp_path: Path) -> None:
-    """A real process and a real signal, sent once the first results are on disk."""
+    """A real process and a real signal, sent once the first results are on disk.
+
+    A shell's background jobs ignore this signal, and what they start does too unless told otherwise.
+    """
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"id": i, "prompt": f"a{i}"}) + "\n" for i in range(200)))
     flags = ["--model", model, "--method", "ar", "--max-num-seqs", "2", "--max-new-tokens", "40", "--threads", "1"]
     command = ["generate", *flags, "--input", str(source), "--output", str(output)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "speclight.infer", *command], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    how = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True, "preexec_fn": heeds}
+    process = subprocess.Popen([sys.executable, "-m", "speclight.infer", *command], **how)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (output.exists() and output.stat().st_size):
         time.sleep(0.01)
