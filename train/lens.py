@@ -1,8 +1,8 @@
 """The affine map from an early layer's states to the last layer's that is best in least squares.
 
 Exit heads read the residual stream through such a map (the tuned lens, Belrose et al. 2023, arXiv 2303.08112). Found in
-closed form before the first step, it spares training the long way from the identity: early states have a tenth of the
-last ones' size, and most of theirs is in a few dimensions.
+closed form before the first step, it spares training the long way from the identity: early states are several
+times smaller than the last ones, and most of theirs is in a few dimensions.
 """
 
 from __future__ import annotations
