@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .sources import ModelSource
 
 
-METHODS = "ar, prompt-lookup, logitspec, draft-model, early-exit, hispec, hispec+logitspec or hispec+prompt-lookup"
+METHODS = (
+    "ar, prompt-lookup, logitspec, draft-model, early-exit, hispec, hispec+logitspec, hispec+prompt-lookup or diversed"
+)
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
@@ -85,6 +87,31 @@ class HiSpecOptions:
 
 
 @dataclass(kw_only=True)
+class DiversedOptions:
+    """Drafting of method diversed."""
+
+    num_tokens: int = option(5, "drafted tokens")
+
+
+@dataclass(kw_only=True)
+class TargetOptions:
+    """What drafts are verified against."""
+
+    rule: Literal["exact", "static", "learned", "lossy", "cascade"] = option(
+        "exact", "exact is lossless; the others accept more drafts and leave the model's distribution, by a known part"
+    )
+    weight: float = option(0.7, "of static: the model's share of the mixture with the draft; 1 is exact")
+    head: str | None = option(None, "of learned, and of method diversed: folder of an ensemble head")
+    max_tv: float = option(1.0, "of static and learned: bound on each token's total variation to the model's own")
+    lenience: float = option(0.3, "of lossy: accept with min(1, p / ((1 - lenience) q)); 0 is exact")
+    cascade: Literal["opt", "token"] = option("token", "of cascade: SpecCascade's OPT or Token-v3")
+    alpha: float = option(0.3, "of cascade: how far it defers to the draft; 0 hardly")
+    bonus: Literal["target", "ensemble"] = option(
+        "target", "what a token behind the last draft is drawn from; ensemble runs the draft one token further"
+    )
+
+
+@dataclass(kw_only=True)
 class EngineOptions(ModelOptions):
     """The engine around the model, and its drafters."""
 
@@ -99,6 +126,8 @@ class EngineOptions(ModelOptions):
     prompt_lookup: PromptLookupOptions = field(default_factory=PromptLookupOptions)
     early_exit: EarlyExitOptions = field(default_factory=EarlyExitOptions)
     hispec: HiSpecOptions = field(default_factory=HiSpecOptions)
+    diversed: DiversedOptions = field(default_factory=DiversedOptions)
+    target: TargetOptions = field(default_factory=TargetOptions)
 
 
 @dataclass(kw_only=True)
@@ -146,10 +175,17 @@ class Prepared:
     bundle: HeadBundle | None = None
     base_known: bool = True
     """Whether the bundle has been found to belong to the model; if not it is when the weights are there."""
+    ensemble: HeadBundle | None = None
+    """The head of a learned target rule."""
 
     @property
     def uses_exits(self) -> bool:
-        return any(method in EXIT_DRAFTERS for method in self.methods)
+        return any(_base_method(method, self.ensemble) in EXIT_DRAFTERS for method in self.methods)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether all that its methods emit has the model's own distribution."""
+        return self.options.target.rule == "exact" and "diversed" not in self.methods
 
     @property
     def has_template(self) -> bool:
@@ -189,15 +225,17 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     check_dtype(options.dtype)
     check_device(options.device)
     _check_numbers(options)
-    if "draft-model" in methods and options.draft_model is None:
+    options, ensemble = _with_ensemble(options, methods)
+    drafting = [_base_method(method, ensemble) for method in methods]
+    if "draft-model" in drafting and options.draft_model is None:
         raise ValueError("method draft-model needs --draft-model, a smaller model with the same tokenizer")
-    if options.bundle is not None and not any(method in EXIT_DRAFTERS for method in methods):
+    if options.bundle is not None and not any(method in EXIT_DRAFTERS for method in drafting):
         raise ValueError(
             f"bundle is read by {', '.join(EXIT_DRAFTERS)}; method is {' and '.join(dict.fromkeys(methods))}"
         )
     template = None if options.chat_template is None else Path(options.chat_template).read_text(encoding="utf-8")
     source = _find(options, options.model)
-    draft_source = _find(options, options.draft_model) if options.draft_model and "draft-model" in methods else None
+    draft_source = _find(options, options.draft_model) if options.draft_model and "draft-model" in drafting else None
 
     from .loading import check_model, check_same_tokenizer, load_tokenizer, resolve_device  # torch only from here on
 
@@ -210,12 +248,42 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
         check_same_tokenizer(tokenizer, load_tokenizer(draft_source), source.name, draft_source.name)
     if template is not None:
         tokenizer.chat_template = template
-    prepared = Prepared(options, tuple(dict.fromkeys(methods)), source, tokenizer, draft_source)
+    prepared = Prepared(options, tuple(dict.fromkeys(methods)), source, tokenizer, draft_source, ensemble=ensemble)
+    if ensemble is not None:
+        prepared = _with_known_base(prepared, ensemble, f"target.head {options.target.head!r}")
     return _with_exits(prepared) if prepared.uses_exits else prepared
 
 
+def _with_ensemble(options: EngineOptions, methods: Sequence[str]) -> tuple[EngineOptions, HeadBundle | None]:
+    """The options with what an ensemble head names besides itself, and the head, where a method reads one."""
+    if options.target == TargetOptions() and "diversed" not in methods:
+        return options, None
+    from .rules import check_rule, load_ensemble, with_heads_of
+
+    check_rule(options.target, methods)
+    if options.target.head is None:
+        return options, None
+    head = load_ensemble(options.target.head)
+    return with_heads_of(options, head), head
+
+
+def _base_method(method: str, ensemble: HeadBundle | None) -> str:
+    """What drafts: diversed goes by what its ensemble head was trained with."""
+    return method if method != "diversed" or ensemble is None else ensemble.config["draft"]["method"]
+
+
+def _with_known_base(prepared: Prepared, bundle: HeadBundle, name: str) -> Prepared:
+    """Refuse a bundle for another model, now if the model's fingerprint can be had without its weights."""
+    from .bundles import base_fingerprint
+
+    found = base_fingerprint(prepared.source)
+    if found is not None:
+        bundle.check_base(found, name)
+    return replace(prepared, base_known=found is not None)
+
+
 def _with_exits(prepared: Prepared) -> Prepared:
-    from .bundles import base_fingerprint, load_bundle, planned_exits
+    from .bundles import load_bundle, planned_exits
     from .loading import text_config
     from .request import GenerationParams
 
@@ -230,10 +298,9 @@ def _with_exits(prepared: Prepared) -> Prepared:
     for name, layer in chosen.items():
         if layer is not None:
             exits.check(name, layer)
-    found = None if bundle is None else base_fingerprint(source)
-    if bundle is not None and found is not None:
-        bundle.check_base(found, f"bundle {options.bundle!r}")
-    prepared = replace(prepared, exits=exits, bundle=bundle, base_known=bundle is None or found is not None)
+    if bundle is not None:
+        prepared = _with_known_base(prepared, bundle, f"bundle {options.bundle!r}")
+    prepared = replace(prepared, exits=exits, bundle=bundle)
     for method in prepared.methods:
         check_request(prepared, GenerationParams(method=method))
     return prepared
@@ -242,9 +309,9 @@ def _with_exits(prepared: Prepared) -> Prepared:
 def check_request(prepared: Prepared, params: GenerationParams) -> None:
     """Raise ValueError for exits that a request asks for and that are not there. Needs no weights."""
     method = params.method or prepared.methods[0]
-    if method in EXIT_DRAFTERS:
+    if _base_method(method, prepared.ensemble) in EXIT_DRAFTERS:
         assert prepared.exits is not None, "prepare() plans them for these methods"
-        EXIT_DRAFTERS[method](prepared, prepared.exits).check(params)
+        _exit_drafter(method, prepared, prepared.exits).check(params)
 
 
 def _check_numbers(options: EngineOptions) -> None:
@@ -255,7 +322,8 @@ def _check_numbers(options: EngineOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    for group, name in (("early_exit", "num_tokens"), ("hispec", "draft_tokens"), ("hispec", "window")):
+    sizes = (("early_exit", "num_tokens"), ("hispec", "draft_tokens"), ("hispec", "window"), ("diversed", "num_tokens"))
+    for group, name in sizes:
         value = getattr(getattr(options, group), name)
         if not 1 <= value <= MAX_DRAFT_TOKENS:
             raise ValueError(f"{group}.{name} must be from 1 to {MAX_DRAFT_TOKENS}, got {value}")
@@ -285,7 +353,7 @@ def build_engine(prepared: Prepared) -> Engine:
         torch.set_num_threads(options.threads)
     model = _load_model(prepared)
     exits = _exits(prepared, model) if prepared.uses_exits else None
-    drafters = [_drafter(method, prepared, model, exits) for method in prepared.methods if method != "ar"]
+    drafters = [_ruled(method, prepared, model, exits) for method in prepared.methods if method != "ar"]
     return Engine(
         model,
         prepared.tokenizer,
@@ -304,8 +372,10 @@ def _load_model(prepared: Prepared) -> LayeredModel:
     from .loading import load_transformers
 
     loaded = load_transformers(prepared.source, prepared.options.dtype, prepared.options.device)
-    if prepared.bundle is not None and not prepared.base_known:
-        prepared.bundle.check_base(fingerprint(loaded), f"bundle {prepared.options.bundle!r}")
+    named = {"bundle": prepared.bundle, "target.head": prepared.ensemble} if not prepared.base_known else {}
+    for name, bundle in named.items():
+        if bundle is not None:
+            bundle.check_base(fingerprint(loaded), name)
     return LayeredModel(loaded)
 
 
@@ -317,16 +387,42 @@ def _exits(prepared: Prepared, model: LayeredModel) -> EarlyExits:
     return EarlyExits() if prepared.bundle is None else HeadExits(ExitHeads.from_bundle(prepared.bundle, model))
 
 
+def _ruled(method: str, prepared: Prepared, model: LayeredModel, exits: EarlyExits | None) -> Drafter:
+    """The drafter of a method, with what its proposals are verified against."""
+    from .rules import DRAWN, learned_rule, make_rule
+
+    drafter, target = _drafter(method, prepared, model, exits), prepared.options.target
+    if method == "diversed":
+        assert prepared.ensemble is not None, "prepare() loads it for this method"
+        drafter.name, drafter.target_rule = method, learned_rule(target, prepared.ensemble)
+        drafter.num_tokens = prepared.options.diversed.num_tokens  # type: ignore[attr-defined]
+    elif method in DRAWN:
+        drafter.target_rule = make_rule(target, prepared.ensemble)
+    return drafter
+
+
 def _drafter(method: str, prepared: Prepared, model: LayeredModel, exits: EarlyExits | None) -> Drafter:
-    if method not in EXIT_DRAFTERS:
-        return DRAFTERS[method](prepared, model)
+    base = _base_method(method, prepared.ensemble)
+    if base not in EXIT_DRAFTERS:
+        return DRAFTERS[base](prepared, model)
     assert exits is not None
-    return EXIT_DRAFTERS[method](prepared, exits)
+    return _exit_drafter(method, prepared, exits)
+
+
+def _exit_drafter(method: str, prepared: Prepared, exits: EarlyExits) -> Drafter:
+    if method != "diversed":
+        return EXIT_DRAFTERS[method](prepared, exits)
+    from .early_exit import EarlyExitDrafter
+
+    assert prepared.ensemble is not None
+    return EarlyExitDrafter(
+        prepared.ensemble.config["draft"]["layer"], prepared.options.diversed.num_tokens, exits=exits
+    )
 
 
 def check_method(method: str) -> None:
     """Raise ValueError, with the nearest valid name, unless `method` names a drafter or "ar"."""
-    valid = ["ar", *DRAFTERS, *EXIT_DRAFTERS]
+    valid = ["ar", *DRAFTERS, *EXIT_DRAFTERS, "diversed"]
     if method not in valid:
         raise ValueError(f"method must be one of {', '.join(valid)}, got {method!r}{did_you_mean(method, valid)}")
 

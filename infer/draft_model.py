@@ -47,13 +47,19 @@ class _State:
 
 @dataclass
 class _Chain:
-    """A proposal under construction. run: tokens of root and drafts already in the draft's cache behind the text."""
+    """A proposal under construction. bonus: the last of `length` tokens is drawn for its distribution only."""
 
     sequence: Sequence
     state: _State
     length: int
+    bonus: bool = False
     token_ids: list[int] = field(default_factory=list)
     probs: list[Distribution] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+
+
+_Row = tuple[Tensor, Tensor]
+"""[embed] state and [vocab] logits after a token."""
 
 
 class DraftModelDrafter(Drafter):
@@ -146,7 +152,8 @@ class DraftModelDrafter(Drafter):
             seeded = params.seed is not None and not params.is_greedy
             if self.draft_temperature is not None:
                 params = replace(params, temperature=self.draft_temperature)
-            pipeline = LogitsPipeline(params, sequence.num_prompt, for_drafts=True)
+            keep_probs = not self.target_rule.lossless
+            pipeline = LogitsPipeline(params, sequence.num_prompt, for_drafts=True, keep_probs=keep_probs)
             state = self._states[sequence.sequence_id] = _State(CacheTable(params.namespace), pipeline, seeded)
         return state
 
@@ -157,8 +164,9 @@ class DraftModelDrafter(Drafter):
             self.cache.match_prefix(state.table, sequence.token_ids)
         room = self.model.max_positions - len(sequence.token_ids) + 1  # the last draft is not run
         length = min(sequence.draft_tokens, sequence.max_depth, room)
+        bonus = self.target_rule.bonus and 1 <= length < room
         known = max(sequence.token_ids[state.table.length :]) < self.model.vocab_size  # not a padded id of the target's
-        return _Chain(sequence, state, length) if length >= 1 and known else None
+        return _Chain(sequence, state, length + bonus, bonus) if length >= 1 and known else None
 
     def _reserve(self, chain: _Chain, others: SequenceOf[_Chain]) -> bool:
         """Hold room for the text and the drafts but the last; a seeded text may take it from all but `others`."""
@@ -189,7 +197,7 @@ class DraftModelDrafter(Drafter):
 
     def _anew(self, chain: _Chain) -> _Chain:
         self._settle(chain.state, chain.sequence.token_ids)
-        again = _Chain(chain.sequence, chain.state, chain.length)
+        again = _Chain(chain.sequence, chain.state, chain.length, chain.bonus)
         reserved = self._reserve(again, ())
         assert reserved, "it had this room before"
         return again
@@ -198,8 +206,8 @@ class DraftModelDrafter(Drafter):
         rows = self._catch_up(chains)
         open_chains = chains
         while open_chains:
-            for chain, row in zip(open_chains, rows, strict=True):
-                self._draw(chain, row)
+            for chain, one in zip(open_chains, rows, strict=True):
+                self._draw(chain, *one)
             open_chains = [chain for chain in open_chains if len(chain.token_ids) < chain.length]
             rows = self._run(open_chains, [chain.token_ids[-1:] for chain in open_chains])
 
@@ -214,9 +222,9 @@ class DraftModelDrafter(Drafter):
         self.cache.index_full_blocks(state.table, token_ids)
         state.ahead.clear()
 
-    def _catch_up(self, chains: list[_Chain]) -> list[Tensor]:
-        """Run the text each chain's cache lacks, in chunks; returns the logits row after each chain's root."""
-        rows: dict[int, Tensor] = {}
+    def _catch_up(self, chains: list[_Chain]) -> list[_Row]:
+        """Run the text each chain's cache lacks, in chunks; returns the rows after each chain's root."""
+        rows: dict[int, _Row] = {}
         waiting = list(range(len(chains)))
         while waiting:
             share = max(1, self.max_batch_tokens // len(waiting))
@@ -230,8 +238,8 @@ class DraftModelDrafter(Drafter):
             waiting = [i for i in waiting if _unread(chains[i])]
         return [rows[index] for index in range(len(chains))]
 
-    def _run(self, chains: list[_Chain], parts: list[list[int]]) -> list[Tensor]:
-        """Run more tokens of each chain; returns the logits row after the last of each."""
+    def _run(self, chains: list[_Chain], parts: list[list[int]]) -> list[_Row]:
+        """Run more tokens of each chain; returns the rows after the last of each."""
         if not chains:
             return []
         items = []
@@ -243,16 +251,20 @@ class DraftModelDrafter(Drafter):
         for chain, part in zip(chains, parts, strict=True):  # only now: what failed to run must not count as cached
             chain.state.ahead.extend(part)
         ends = torch.tensor(batch.cu_seqlens[1:], device=hidden.device) - 1
-        return list(self.model.logits(hidden.index_select(0, ends))[:, : self.vocab_size])
+        states = self.model.final(hidden.index_select(0, ends))
+        return list(zip(states, self.model.unembed(states)[:, : self.vocab_size], strict=True))
 
-    def _draw(self, chain: _Chain, row: Tensor) -> None:
+    def _draw(self, chain: _Chain, states: Tensor, row: Tensor) -> None:
         prefix = [*chain.sequence.token_ids, *chain.token_ids]
         q = chain.state.pipeline(row, prefix)
         chain.probs.append(q)
+        chain.states.append(states)
         chain.token_ids.append(q.sample(chain.sequence.draft_generator))
 
     def _tree(self, chain: _Chain) -> TokenTree:
-        return TokenTree.chain([chain.sequence.token_ids[-1], *chain.token_ids], chain.probs, self.name)
+        drafted = chain.token_ids[:-1] if chain.bonus else chain.token_ids
+        token_ids = [chain.sequence.token_ids[-1], *drafted]
+        return TokenTree.chain(token_ids, chain.probs, self.name, torch.stack(chain.states) if chain.states else None)
 
 
 def _unread(chain: _Chain) -> int:

@@ -18,6 +18,7 @@ from ..modules.kv_cache import PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
 from .request import GenerationParams, Sequence
+from .target import Exact, TargetRule
 
 if TYPE_CHECKING:
     from .exits import EarlyExits, Tap
@@ -31,12 +32,14 @@ class Observation:
     verdict: what was accepted.
     logits: [nodes, vocab] raw target logits, row i predicts what follows node i. Valid during the call: copy what
         stays.
+    states: [nodes, embed] what the target's unembedding made them of; None in an inner stage.
     """
 
     sequence: Sequence
     tree: TokenTree
     verdict: Verdict
     logits: Tensor
+    states: Tensor | None = None
 
 
 class SomeFailed(Exception):
@@ -63,6 +66,8 @@ class Drafter:
     """Whether an engine has it; set by that engine."""
     retrieves = False
     """Whether proposals come from lookups, labelled "ngram" where one matched; statistics then count retrieval hits."""
+    target_rule: TargetRule = Exact()
+    """What its proposals are verified against. A lossy rule wants `keep_probs` of a pipeline, and perhaps a bonus."""
     exits: tuple[EarlyExits, ...] = ()
     """The target's early exits that it uses; the engine attaches them first, and collects the work they count."""
 

@@ -20,7 +20,7 @@ from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter
-from .exits import CallableExit, EarlyExits, ExitHead, Tap
+from .exits import CallableExit, EarlyExits, ExitHead, Prediction, Tap
 from .request import GenerationParams, Sequence
 
 __all__ = ["EarlyExitDrafter", "ExitHead"]
@@ -28,15 +28,20 @@ __all__ = ["EarlyExitDrafter", "ExitHead"]
 
 @dataclass
 class _Chain:
-    """A proposal under construction; hidden: per pass, the rows after the exit layer. ends: ids that end the text."""
+    """A proposal under construction; hidden: per pass, the rows after the exit layer. ends: ids that end the text.
+
+    bonus: the last of `length` tokens is drawn for its distribution only.
+    """
 
     sequence: Sequence
     length: int
     ends: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
     probs: list[Distribution] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
     num_run: int = 0
+    bonus: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -93,19 +98,20 @@ class EarlyExitDrafter(Drafter):
         return [self._tree(chain) for chain in chains]
 
     def _open(self, sequence: Sequence) -> _Chain:
-        length = min(sequence.draft_tokens, sequence.max_depth)
-        return _Chain(sequence, length, sequence.params.end_ids(self.model.eos_token_ids))
+        length, bonus = min(sequence.draft_tokens, sequence.max_depth), self.target_rule.bonus
+        ends = sequence.params.end_ids(self.model.eos_token_ids)
+        return _Chain(sequence, length + bonus if length else 0, ends, bonus=bonus)
 
     def _draft(self, layer: int, chains: SequenceOf[_Chain]) -> None:
         """Make the chains, token by token. The first pass runs what each text has pending."""
         running = [(chain, chain.sequence.token_ids[chain.sequence.table.length :]) for chain in chains]
         while running := [(chain, part) for chain, part in running if chain.is_open]:
-            for (chain, _), row in zip(running, self._run(layer, running), strict=True):
-                self._draw(chain, row)
+            for (chain, _), *rows in zip(running, *self._run(layer, running), strict=True):
+                self._draw(chain, *rows)
             running = [(chain, chain.token_ids[-1:]) for chain, _ in running]
 
-    def _run(self, layer: int, running: list[tuple[_Chain, list[int]]]) -> Tensor:
-        """Run each chain's next tokens through the first layers; exit logits [chains, vocab] after the last of each."""
+    def _run(self, layer: int, running: list[tuple[_Chain, list[int]]]) -> Prediction:
+        """Run each chain's next tokens through the first layers; what the exit predicts after the last of each."""
         items = [
             BatchItem(part, chain.sequence.table.length + chain.num_run, chain.sequence.table.blocks)
             for chain, part in running
@@ -118,31 +124,33 @@ class EarlyExitDrafter(Drafter):
         for (chain, part), rows in zip(running, hidden.split([len(part) for _, part in running]), strict=True):
             chain.hidden.append(rows)
             chain.num_run += len(part)
-        return self.exit.logits(layer, hidden, batch, [end - 1 for end in batch.cu_seqlens[1:]])
+        return self.exit.predict(layer, hidden, batch, [end - 1 for end in batch.cu_seqlens[1:]])
 
-    def _draw(self, chain: _Chain, row: Tensor) -> None:
-        sequence = chain.sequence
-        pipeline = LogitsPipeline(sequence.params, sequence.num_prompt, for_drafts=True)
+    def _draw(self, chain: _Chain, states: Tensor, row: Tensor) -> None:
+        sequence, keep_probs = chain.sequence, not self.target_rule.lossless
+        pipeline = LogitsPipeline(sequence.params, sequence.num_prompt, for_drafts=True, keep_probs=keep_probs)
         q = predicted(pipeline, row, [*sequence.token_ids, *chain.token_ids])
         if q is None:
             chain.length = 0
             return
         chain.probs.append(q)
+        chain.states.append(states)
         chain.token_ids.append(q.sample(sequence.draft_generator))
 
     def _tree(self, chain: _Chain) -> TokenTree:
         root = chain.sequence.token_ids[-1]
         if not chain.hidden:
             return TokenTree.root(root)
-        count = len(chain.token_ids) + 1
+        drafted = chain.token_ids[: chain.length - 1] if chain.bonus else chain.token_ids
         return TokenTree(
-            [root, *chain.token_ids],
-            range(-1, count - 1),
+            [root, *drafted],
+            range(-1, len(drafted)),
             chain.probs,
-            (self.name,) * count,
+            (self.name,) * (len(drafted) + 1),
             torch.cat(chain.hidden),
             self.depth(chain.sequence.params),
             num_before=chain.sequence.num_pending - 1,
+            states=torch.stack(chain.states) if chain.states else None,
         )
 
 

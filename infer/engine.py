@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -34,7 +34,7 @@ from .request import Completion, GenerationParams, Prompt, Sequence, StreamChunk
 from .scheduler import Scheduled, Scheduler
 from .segments import Share, proposal_item, run_segments
 from .stats import EngineStats
-from .target import Exact, TargetRule
+from .target import BoundRule, TargetRule
 from .text import TextStream, cut_block, special_ids
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,11 @@ class Engine:
     kv_memory: GiB for the cache; None takes a share of the free memory, at most what max_num_seqs full contexts need.
     max_num_seqs: sequences in one pass. max_batch_tokens: prefill is chunked beyond this many tokens in a pass.
     max_length: longest text, prompt included; None takes the model's context (or the cache, when that is smaller).
+    target_rule: what all proposals are verified against; None leaves each drafter its own.
     strict: let drafters' exceptions through instead of going on without their draft (tests).
 
-    Not thread-safe: one thread owns an engine.
+    `watchers` are shown every verified proposal, before anything comes of it. Not thread-safe: one thread owns an
+    engine.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class Engine:
         self.drafters = {Drafter.name: Drafter()} | _by_name(drafters)
         self.default_method = self._known_method(default_method)
         self.draft_tokens = draft_tokens
-        self.target_rule = target_rule or Exact()
+        for drafter in self.drafters.values():
+            drafter.target_rule = target_rule or drafter.target_rule
+        self.watchers: list[Callable[[list[Observation]], None]] = []
         self.exits = list(dict.fromkeys(exits for drafter in self.drafters.values() for exits in drafter.exits))
         extra_layers = [len(exits.context_layers) for exits in self.exits]
         if num_blocks is None:
@@ -231,11 +235,11 @@ class Engine:
         items = [step.item for step in steps]
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
         drafted = time.perf_counter()
-        logits = self._run(batch, steps)
+        states, logits = self._run(batch, steps)
         ran = time.perf_counter()
-        verdicts = [self._verify(step, rows) for step, rows in zip(steps, logits, strict=True)]
+        verdicts = [self._verify(*parts) for parts in zip(steps, states, logits, strict=True)]
         verified = time.perf_counter()
-        self._observe(steps, verdicts, logits)
+        self._observe(steps, verdicts, states, logits)
         observed = time.perf_counter()
         chunks += self._commit(steps, verdicts, logits)
         ended = time.perf_counter()
@@ -294,8 +298,9 @@ class Engine:
         for sequence in group:
             sequence.stats.draft_failures += 1
 
-    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> list[Tensor]:
-        """Per step the logits [nodes, vocab] of its proposal, root first (mid-prefill: none).
+    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> tuple[list[Tensor], list[Tensor]]:
+        """Per step the final states [nodes, embed] and the logits [nodes, vocab] of its proposal, root first
+        (mid-prefill: none).
 
         Tokens that a drafter has run through the first layers join where it stopped: each token passes each layer once.
         """
@@ -314,24 +319,26 @@ class Engine:
             return Share(step.item, taps=taps, num_before=step.scheduled.num_tokens)
         return Share(step.item, tree.hidden, tree.depth, taps, step.scheduled.num_tokens - 1)
 
-    def _logits(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> list[Tensor]:
+    def _logits(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> tuple[list[Tensor], list[Tensor]]:
         rows: list[int] = []
         for step, end in zip(steps, batch.cu_seqlens[1:], strict=True):
             rows.extend(range(end - len(step.tree), end) if step.tree is not None else ())
         if not rows:
-            return [hidden[:0] for _ in steps]
+            return [hidden[:0] for _ in steps], [hidden[:0] for _ in steps]
         if len(rows) < hidden.shape[0]:
             hidden = hidden.index_select(0, torch.tensor(rows, device=hidden.device))
-        logits = self.model.logits(hidden)
-        return list(logits.split([0 if step.tree is None else len(step.tree) for step in steps]))
+        states = self.model.final(hidden)
+        nodes = [0 if step.tree is None else len(step.tree) for step in steps]
+        return list(states.split(nodes)), list(self.model.unembed(states).split(nodes))
 
-    def _verify(self, step: _Step, rows: Tensor) -> Verdict | None:
+    def _verify(self, step: _Step, states: Tensor, rows: Tensor) -> Verdict | None:
         """The verdict on one proposal; None in mid-prefill, and for a sequence whose distribution cannot be made."""
         sequence, tree = step.scheduled.sequence, step.tree
         if tree is None:
             return None
         decoding = self._decoding[sequence.sequence_id]
         prefix, visited = list(sequence.token_ids), []
+        rule: list[BoundRule] = []
 
         def target(node: int) -> Distribution | None:
             visited.append(node)
@@ -339,9 +346,11 @@ class Engine:
                 prefix.append(tree.token_ids[node])
                 if prefix[-1] in decoding.stop_ids:
                     return None
-            child = next(iter(tree.children[node].values()), None) if tree.probs is not None else None
-            q = None if child is None or tree.probs is None else tree.probs[child - 1]
-            return self.target_rule(decoding.pipeline(rows[node], prefix), q)
+            p = decoding.pipeline(rows[node], prefix)
+            rule.extend([] if rule else [decoding.drafter.target_rule.bind(tree, states)])
+            v = rule[0](node, p, tree.drawn_from(node))
+            sequence.stats.distance += 0.0 if v is p else getattr(v, "distance", 0.0)
+            return v
 
         try:
             return verify(tree, target, sequence.generator)
@@ -352,13 +361,19 @@ class Engine:
             sequence.error = f"{type(error).__name__}: {error}"
             return Verdict(visited, None, corrected=False)
 
-    def _observe(self, steps: list[_Step], verdicts: list[Verdict | None], logits: list[Tensor]) -> None:
+    def _observe(
+        self, steps: list[_Step], verdicts: list[Verdict | None], states: list[Tensor], logits: list[Tensor]
+    ) -> None:
         groups: dict[str, list[Observation]] = defaultdict(list)
-        for step, verdict, rows in zip(steps, verdicts, logits, strict=True):
+        seen = []
+        for step, verdict, *parts in zip(steps, verdicts, logits, states, strict=True):
             sequence = step.scheduled.sequence
-            if verdict is not None and step.tree is not None and sequence.params.draft_tokens != 0:
-                name = self._decoding[sequence.sequence_id].drafter.name
-                groups[name].append(Observation(sequence, step.tree, verdict, rows))
+            if verdict is not None and step.tree is not None:
+                seen.append(Observation(sequence, step.tree, verdict, *parts))
+                if sequence.params.draft_tokens != 0:
+                    groups[self._decoding[sequence.sequence_id].drafter.name].append(seen[-1])
+        for watch in self.watchers if seen else ():
+            watch(seen)
         for name, group in groups.items():
             try:
                 self.drafters[name].observe(group)
@@ -448,7 +463,7 @@ class Engine:
         )
         self._decoding[sequence.sequence_id] = _Decoding(
             self.drafters[method],
-            LogitsPipeline(params, len(ids)),
+            LogitsPipeline(params, len(ids), keep_probs=not self.drafters[method].target_rule.lossless),
             TextStream(self.tokenizer, params.stop, self._silent_ids),
             params.end_ids(self.model.eos_token_ids),
         )

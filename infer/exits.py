@@ -31,6 +31,13 @@ class Tap(NamedTuple):
     layer: int
 
 
+class Prediction(NamedTuple):
+    """states: [rows, embed] what an unembedding multiplied. logits: [rows, vocab], -inf where there is no token."""
+
+    states: Tensor
+    logits: Tensor
+
+
 class EarlyExits:
     """Exits after any layer through the model's own final norm and unembedding: for models trained to exit early.
 
@@ -65,14 +72,14 @@ class EarlyExits:
         """What must be shown every token of a text that uses the exit after `layer`."""
         return frozenset((Tap(self, layer),) if layer in self.context_layers else ())
 
-    def logits(self, layer: int, hidden: Tensor, batch: RaggedBatch, rows: SequenceOf[int]) -> Tensor:
-        """[rows, vocab] logits after some rows of a batch, -inf where the head cannot predict a token.
+    def predict(self, layer: int, hidden: Tensor, batch: RaggedBatch, rows: SequenceOf[int]) -> Prediction:
+        """What the exit makes of some rows of a batch.
 
         hidden: [tokens, hidden] after `layer` layers of the whole batch, which a head that reads context then knows.
         """
         index = torch.tensor(rows, device=hidden.device)
         self.work["head"] += batch.num_tokens if layer in self.context_layers else len(rows)
-        return self._logits(layer, hidden, batch, index)
+        return self._predict(layer, hidden, batch, index)
 
     def tap(self, layer: int, hidden: Tensor, batch: RaggedBatch) -> None:
         """Show a batch to a head that reads context. hidden: [tokens, hidden] after `layer` layers."""
@@ -83,8 +90,9 @@ class EarlyExits:
         work, self.work = self.work, Counter()
         return work
 
-    def _logits(self, layer: int, hidden: Tensor, batch: RaggedBatch, index: Tensor) -> Tensor:
-        return self.model.logits(hidden.index_select(0, index))
+    def _predict(self, layer: int, hidden: Tensor, batch: RaggedBatch, index: Tensor) -> Prediction:
+        states = self.model.final(hidden.index_select(0, index))
+        return Prediction(states, self.model.unembed(states))
 
     def _show(self, layer: int, hidden: Tensor, batch: RaggedBatch) -> None:
         raise AssertionError("only heads that read context are shown tokens")
@@ -97,9 +105,11 @@ class CallableExit(EarlyExits):
         super().__init__()
         self.layer, self.head = layer, head
 
-    def _logits(self, layer: int, hidden: Tensor, batch: RaggedBatch, index: Tensor) -> Tensor:
+    def _predict(self, layer: int, hidden: Tensor, batch: RaggedBatch, index: Tensor) -> Prediction:
+        if layer != self.layer:
+            return super()._predict(layer, hidden, batch, index)
         rows = hidden.index_select(0, index)
-        return self.head(rows) if layer == self.layer else self.model.logits(rows)
+        return Prediction(self.model.final(rows), self.head(rows))
 
 
 class HeadExits(EarlyExits):
@@ -113,12 +123,13 @@ class HeadExits(EarlyExits):
         super().attach(model, cache, cache_layer)
         self._exits = self.heads.bind(model, model.is_fast, cache_layer)
 
-    def _logits(self, layer: int, hidden: Tensor, batch: RaggedBatch, index: Tensor) -> Tensor:
+    def _predict(self, layer: int, hidden: Tensor, batch: RaggedBatch, index: Tensor) -> Prediction:
         if layer in self.context_layers:
-            logits = self._exits.finish(self._exits.states(layer, hidden, batch, self.cache).index_select(0, index))
+            states = self._exits.states(layer, hidden, batch, self.cache).index_select(0, index)
         else:
-            logits = self._exits.logits(layer, hidden.index_select(0, index))
-        return self.heads.scatter(logits)
+            states = self._exits.states(layer, hidden.index_select(0, index))
+        final = self.model.final(states)
+        return Prediction(final, self.heads.scatter(self._exits.unembed(final)))
 
     def _show(self, layer: int, hidden: Tensor, batch: RaggedBatch) -> None:
         self._exits.states(layer, hidden, batch, self.cache)

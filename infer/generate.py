@@ -196,12 +196,13 @@ def shaping_settings(options: AnswerOptions) -> dict[str, Any]:
         shaping[name] = str(Path(value).resolve()) if value is not None and Path(value).exists() else value
     for name in ("dtype", "draft_temperature", "chat", "system"):
         shaping[name] = getattr(options, name)
-    for drafter in ("logitspec", "prompt_lookup", "early_exit", "hispec"):
-        shaping |= {f"{drafter}.{name}": value for name, value in asdict(getattr(options, drafter)).items()}
-    if options.bundle is not None:
-        from .bundles import bundle_digest
+    for group in ("logitspec", "prompt_lookup", "early_exit", "hispec", "diversed", "target"):
+        shaping |= {f"{group}.{name}": value for name, value in asdict(getattr(options, group)).items()}
+    for name, folder in (("bundle", options.bundle), ("target.head", options.target.head)):
+        if folder is not None:
+            from .bundles import bundle_digest
 
-        shaping["bundle"] = bundle_digest(options.bundle)
+            shaping[name] = bundle_digest(folder)
     if options.chat_template is not None:
         shaping["chat_template"] = hashlib.sha256(Path(options.chat_template).read_bytes()).hexdigest()[:16]
     return shaping

@@ -38,7 +38,8 @@ class _Window:
     layer: L_i. inner_tokens: N_d. goal: tokens after which the window is handed on (N_i); cap: tokens it may never
         exceed. ends: ids that end the text.
     shadow: the sequence as the inner drafter sees it: V at the end of its text, its table counting what layers up to
-        L_i have run. hidden: rows after L_i, in order. probs: p_i of each token of V. ended: nothing can follow V.
+        L_i have run. hidden: rows after L_i, in order. probs: p_i of each token of V; states: what it was
+        made of. ended: nothing can follow V.
     """
 
     sequence: Sequence
@@ -50,6 +51,7 @@ class _Window:
     cap: int
     ends: frozenset[int]
     probs: list[Distribution] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
     ended: bool = False
 
@@ -64,11 +66,14 @@ class _Window:
 
 @dataclass
 class _Round:
-    """A window's inner proposal. hidden: [rows, hidden] after L_i of its new tokens; logits: [nodes, vocab] there."""
+    """A window's inner proposal. hidden: [rows, hidden] after L_i of its new tokens; states, logits: [nodes, ...] that
+    the exit there makes of them.
+    """
 
     window: _Window
     tree: TokenTree
     hidden: Tensor | None = None
+    states: Tensor | None = None
     logits: Tensor | None = None
 
     @property
@@ -166,7 +171,7 @@ class HierarchicalDrafter(Drafter):
         return _Window(
             sequence,
             replace(sequence, token_ids=list(sequence.token_ids), table=table, num_tentative=0),
-            LogitsPipeline(params, sequence.num_prompt, for_drafts=True),
+            LogitsPipeline(params, sequence.num_prompt, for_drafts=True, keep_probs=not self.target_rule.lossless),
             self.depth(params),
             self._inner_tokens_of(params),
             self._window_of(params),
@@ -212,22 +217,23 @@ class HierarchicalDrafter(Drafter):
         self.exit.work["intermediate"] += ran.layer_tokens
         self.exit.work["prefill"] += ran.prefill_layer_tokens
         nodes = [range(end - len(one.tree), end) for one, end in zip(rounds, batch.cu_seqlens[1:], strict=True)]
-        logits = self.exit.logits(layer, ran.hidden, batch, [row for rows in nodes for row in rows])
+        predicted_rows = self.exit.predict(layer, ran.hidden, batch, [row for rows in nodes for row in rows])
         for one, start, end in zip(rounds, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
             one.hidden = ran.hidden[start:end]
-        for one, rows in zip(rounds, logits.split([len(one.tree) for one in rounds]), strict=True):
-            one.logits = rows
+        sizes = [len(one.tree) for one in rounds]
+        for one, *parts in zip(rounds, *(rows.split(sizes) for rows in predicted_rows), strict=True):
+            one.states, one.logits = parts
 
     def _settle(self, one: _Round) -> Observation:
         """Verify one inner proposal and put what comes out into the window."""
         window, tree, rows, hidden = one.window, one.tree, one.logits, one.hidden
-        assert rows is not None and hidden is not None
-        verdict = self._verify(window, tree, rows)
+        assert rows is not None and hidden is not None and one.states is not None
+        verdict = self._verify(window, tree, one.states, rows)
         emitted = self._extend(window, tree, verdict, hidden)
         window.sequence.stats.record_inner(tree.num_drafted, max(tree.depths), verdict.num_accepted, emitted)
         return Observation(window.shadow, tree, verdict, rows)
 
-    def _verify(self, window: _Window, tree: TokenTree, rows: Tensor) -> Verdict:
+    def _verify(self, window: _Window, tree: TokenTree, states: Tensor, rows: Tensor) -> Verdict:
         """The rule under p_i. Where the text can end, or p_i says nothing, the path ends and nothing follows it."""
         prefix = list(window.shadow.token_ids)
 
@@ -237,7 +243,9 @@ class HierarchicalDrafter(Drafter):
                 if prefix[-1] in window.ends:
                     return None
             p = predicted(window.pipeline, rows[node], prefix)
-            window.probs += [] if p is None else [p]  # of the token that comes next
+            if p is not None:  # of the token that comes next
+                window.probs.append(p)
+                window.states.append(states[node])
             return p
 
         verdict = verify(tree, target, window.sequence.draft_generator)
@@ -267,4 +275,5 @@ class HierarchicalDrafter(Drafter):
             torch.cat(window.hidden),
             window.layer,
             num_before=window.sequence.num_pending - 1,
+            states=torch.stack(window.states) if window.states else None,
         )

@@ -34,8 +34,10 @@ DEFINITIONS = {
     "different": "texts that part from it anywhere else: faults, or rounding beyond that gap",
     "overhead": "drafting outside the target model (lookup, trees, batches, masks; a draft model's passes) as a share"
     " of the time of all steps",
-    "quality": "is that of the model for every method here: they are lossless, so what drafts, from which layer and how"
-    " much, changes the speed of a text and not the text",
+    "distance": "total variation between what drafts were verified against and the model's own distribution, by emitted"
+    " tokens; at temperature 0 the share of tokens that the model itself would not have chosen there",
+    "quality": "is that of the model for every method without a distance: those are lossless, so what drafts, from"
+    " which layer and how much, changes the speed of a text and not the text. A method with a distance is lossy",
 }
 
 
@@ -116,6 +118,7 @@ COLUMNS: tuple[Column, ...] = (
     ("layer-tokens", lambda f: _number(f["layer_tokens_per_token"])),
     ("layer-passes", lambda f: _number(f["layer_passes_per_token"])),
     ("head-tokens", lambda f: _number(f["head_tokens_per_token"])),
+    ("distance", lambda f: _number(f["mean_distance"], 3)),
     ("retrieval", lambda f: _percent(f["retrieval_rate"])),
     ("equal", lambda f: _percent(f["equal_share"])),
     ("near-ties", lambda f: _count(f["near_ties"])),
@@ -124,7 +127,16 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-LONG = ("MAT after prefill", "inner acceptance", "layer-tokens", "layer-passes", "head-tokens", "retrieval", "overhead")
+LONG = (
+    "MAT after prefill",
+    "inner acceptance",
+    "layer-tokens",
+    "layer-passes",
+    "head-tokens",
+    "distance",
+    "retrieval",
+    "overhead",
+)
 
 
 def _columns(summary: Mapping[str, Any]) -> list[Column]:

@@ -75,6 +75,8 @@ class SequenceStats(_Counters):
         accepted), and that accepted it.
     inner_...: the same of drafts under an intermediate layer (HiSpec), whose own proposals are what is counted above:
         inner_passes verifications, inner_emitted tokens that they put into windows.
+    distance: total variation between what was verified against and the target's own distribution, summed over tokens;
+        0 for whatever is lossless. At temperature 0 the tokens at which the two differ.
     seconds: from arrival to finish; seconds_to_first_token: from arrival. Of many sequences both are sums, not wall
         time.
     """
@@ -94,6 +96,7 @@ class SequenceStats(_Counters):
     preemptions: int = 0
     seconds: float = 0.0
     seconds_to_first_token: float = 0.0
+    distance: float = 0.0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     drafted_at: Counter[int] = field(default_factory=Counter)
     reached_at: Counter[int] = field(default_factory=Counter)
@@ -150,6 +153,11 @@ class SequenceStats(_Counters):
         return ratio(self.emitted_tokens, self.target_passes)
 
     @property
+    def mean_distance(self) -> float:
+        """Total variation to the target per emitted token, in [0, 1]: what a lossy rule gave up."""
+        return ratio(self.distance, self.emitted_tokens)
+
+    @property
     def acceptance_rate(self) -> float:
         return ratio(self.accepted, self.drafted)
 
@@ -179,7 +187,7 @@ class SequenceStats(_Counters):
         return {depth: ratio(self.accepted_at[depth], self.drafted_at[depth]) for depth in sorted(self.drafted_at)}
 
     def as_dict(self) -> dict[str, Any]:
-        rates = ("mat", "acceptance_rate", "inner_acceptance_rate", "retrieval_rate")
+        rates = ("mat", "acceptance_rate", "inner_acceptance_rate", "retrieval_rate", "mean_distance")
         return super().as_dict() | {name: getattr(self, name) for name in rates}
 
 

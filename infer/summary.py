@@ -196,6 +196,7 @@ def _counts(runs: Sequence[Run], method: str, group: str) -> dict[str, Any]:
             "acceptance_rate",
             "inner_acceptance_rate",
             "retrieval_rate",
+            "mean_distance",
             "layer_tokens_per_token",
             "head_tokens_per_token",
             "layer_passes_per_token",
@@ -213,6 +214,7 @@ def _counts(runs: Sequence[Run], method: str, group: str) -> dict[str, Any]:
             "acceptance_rate": total.acceptance_rate if total.drafted else None,
             "inner_acceptance_rate": total.inner_acceptance_rate if total.inner_drafted else None,
             "retrieval_rate": total.retrieval_rate if total.retrieval_steps else None,
+            "mean_distance": total.mean_distance if total.distance else None,
             "counts": total.as_dict(),
         }
     if counted:

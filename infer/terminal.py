@@ -56,7 +56,8 @@ def summary(completions: Iterable[Completion]) -> str:
     total = SequenceStats.total(parts)
     seconds = max((part.seconds for part in parts), default=0.0)
     rate = f" ({total.emitted_tokens / seconds:.1f}/s)" if seconds else ""
+    lossy = f"; lossy: {total.mean_distance:.3f} from the model's own distribution a token" if total.distance else ""
     return (
         f"{total.emitted_tokens} tokens in {seconds:.1f} s{rate}, {total.mat:.2f} per pass of the model, "
-        f"{total.accepted} of {total.drafted} drafted accepted"
+        f"{total.accepted} of {total.drafted} drafted accepted{lossy}"
     )

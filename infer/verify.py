@@ -95,6 +95,11 @@ def verify(options: VerifyOptions) -> int:
 
     _check(options)
     prepared = prepare(options, [options.method])
+    if not prepared.is_lossless:
+        raise ValueError(
+            f"method {options.method} with target.rule {options.target.rule} is lossy, so its text is not that of "
+            "plain decoding; `speclight pareto` measures how far it is from it"
+        )
     chat = prepared.is_chat(options.chat)
     prepared.intake().check(GenerationParams(draft_tokens=options.draft_tokens))
     engine = build_engine(prepared)

@@ -56,6 +56,13 @@ class OneHot:
 
 
 @dataclass(frozen=True)
+class Peak(OneHot):
+    """A greedy choice that remembers what it is the most likely token of, for rules that weigh it. probs: [vocab]."""
+
+    probs: Tensor
+
+
+@dataclass(frozen=True)
 class Dense:
     """probs: [vocab], non-negative, summing to one up to rounding."""
 

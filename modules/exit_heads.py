@@ -268,9 +268,11 @@ class Exits:
 
     def finish(self, states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
         """Logits from what a head gave: the model's final norm and the rows of its unembedding."""
-        if self._trimmed is None:
-            return self.model.logits(states)
-        return self.model.soft_capped(self._trimmed(self.model.final(states)))
+        return self.unembed(self.model.final(states))
+
+    def unembed(self, final: Float[Tensor, "rows embed"]) -> Float[Tensor, "rows draft"]:
+        """Logits over the draft vocabulary from states after the model's final norm."""
+        return self.model.unembed(final) if self._trimmed is None else self.model.soft_capped(self._trimmed(final))
 
 
 class Norm(nn.Module):

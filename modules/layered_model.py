@@ -229,7 +229,11 @@ class LayeredModel(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Next-token logits from the residual stream after the last layer (or an earlier one: an early exit)."""
-        return self.soft_capped(self.head(self.final(hidden)))
+        return self.unembed(self.final(hidden))
+
+    def unembed(self, final: Float[Tensor, "rows embed"]) -> Float[Tensor, "rows vocab"]:
+        """Next-token logits from what `final` gives."""
+        return self.soft_capped(self.head(final))
 
     def final(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows embed"]:
         """What the unembedding multiplies: the residual stream after the final norm, and OPT's projection."""

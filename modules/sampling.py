@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from .acceptance import Dense, Distribution, OneHot
+from .acceptance import Dense, Distribution, OneHot, Peak
 from .sampling_params import Processor, SamplingParams
 
 Ids = Int[Tensor, "1 tokens"]
@@ -74,10 +74,13 @@ class LogitsPipeline:
     num_prompt: how many leading tokens of every prefix are the prompt.
     for_drafts: make a proposal's distribution. The user's logits_processors are not run: a draft's distribution may be
         any, and processors with state must see only prefixes that were emitted.
+    keep_probs: at temperature 0 give `Peak`, which holds the probabilities at temperature 1.
     """
 
-    def __init__(self, params: SamplingParams, num_prompt: int, for_drafts: bool = False) -> None:
-        self._greedy = params.is_greedy
+    def __init__(
+        self, params: SamplingParams, num_prompt: int, for_drafts: bool = False, keep_probs: bool = False
+    ) -> None:
+        self._greedy, self._keep_probs = params.is_greedy, keep_probs
         self._processors = _make_processors(params, num_prompt, for_drafts)
         self._warpers = [] if self._greedy else _make_warpers(params)
 
@@ -94,7 +97,10 @@ class LogitsPipeline:
             for process in self._processors:
                 scores = process(input_ids, scores)
         if self._greedy:
-            return OneHot(greedy_ids(scores)[0], scores.shape[-1])
+            token_id, size = greedy_ids(scores)[0], scores.shape[-1]
+            if not self._keep_probs:
+                return OneHot(token_id, size)
+            return Peak(token_id, size, self._warped_probs(scores.to(_at_least_float32(scores))))
         return Dense(self._warped_probs(scores.to(_at_least_float32(scores))))
 
     def _warped_probs(self, scores: Scores) -> Row:

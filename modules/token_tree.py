@@ -25,8 +25,9 @@ class TokenTree:
 
     token_ids: one id per node, the root included.
     parents: index of each node's parent, -1 for the root.
-    probs: for a chain that was sampled, the processed distribution each drafted token was drawn from (node i at i - 1);
-        None for a proposal without distributions (retrieval).
+    probs: for a chain that was sampled, the processed distribution each drafted token was drawn from (node i at i - 1),
+        and perhaps one more, of what would follow the last; None for a proposal without distributions (retrieval).
+    states: [probs, size] hidden states that those distributions were made of, for rules that look at them.
     sources: a short label per node saying where it came from, e.g. "ngram"; the root's is ignored. Empty: unlabelled.
     hidden: [rows, hidden] residual stream after the first `depth` layers of the target, where the drafter has run
         them already: of the `num_before` committed tokens that were pending before the root, the root, and as many
@@ -43,6 +44,7 @@ class TokenTree:
     hidden: Tensor | None = None
     depth: int = 0
     num_before: int = 0
+    states: Tensor | None = None
     children: tuple[dict[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -57,8 +59,10 @@ class TokenTree:
             if children[parent].setdefault(self.token_ids[node], node) != node:
                 raise ValueError(f"token {self.token_ids[node]} is proposed twice below node {parent}")
         object.__setattr__(self, "children", children)
-        if self.probs is not None and not (self.is_chain and len(self.probs) == self.num_drafted):
+        if self.probs is not None and not (self.is_chain and 0 <= len(self.probs) - self.num_drafted <= 1):
             raise ValueError("probs need a chain and one distribution per drafted token")
+        if self.states is not None and (self.probs is None or self.states.shape[0] != len(self.probs)):
+            raise ValueError("states need a row for each distribution of probs")
         least = self.num_before + (1 if self.is_chain else len(self))
         if self.hidden is not None and not least <= self.num_run <= self.num_before + len(self):
             raise ValueError("hidden needs a row for each token pending before, and per node; a chain's may end early")
@@ -70,10 +74,14 @@ class TokenTree:
 
     @classmethod
     def chain(
-        cls, token_ids: Sequence[int], probs: Sequence[Distribution] | None = None, source: str = "chain"
+        cls,
+        token_ids: Sequence[int],
+        probs: Sequence[Distribution] | None = None,
+        source: str = "chain",
+        states: Tensor | None = None,
     ) -> TokenTree:
         """A chain; token_ids[0] is the root."""
-        return cls(token_ids, range(-1, len(token_ids) - 1), probs, (source,) * len(token_ids))
+        return cls(token_ids, range(-1, len(token_ids) - 1), probs, (source,) * len(token_ids), states=states)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -86,6 +94,10 @@ class TokenTree:
     @property
     def num_drafted(self) -> int:
         return len(self.token_ids) - 1
+
+    def drawn_from(self, node: int) -> Distribution | None:
+        """The draft's distribution of what follows a node; None where nothing was drawn."""
+        return None if self.probs is None or node >= len(self.probs) else self.probs[node]
 
     @cached_property
     def is_chain(self) -> bool:
@@ -121,12 +133,14 @@ class TokenTree:
             return self
         keep = [node for node, depth in enumerate(self.depths) if depth <= max_depth][:max_nodes]
         index = {old: new for new, old in enumerate(keep)}  # a parent precedes its children, so it is kept too
+        drawn = len(keep) - 1 + (0 if self.probs is None else len(self.probs) - self.num_drafted)
         return TokenTree(
             [self.token_ids[node] for node in keep],
             [-1, *(index[self.parents[node]] for node in keep[1:])],
-            None if self.probs is None else self.probs[: len(keep) - 1],
+            None if self.probs is None else self.probs[:drawn],
             [self.sources[node] for node in keep] if self.sources else (),
             None if self.hidden is None else self.hidden[self._rows_of(keep)],
             self.depth,
             self.num_before,
+            None if self.states is None else self.states[:drawn],
         )

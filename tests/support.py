@@ -81,8 +81,11 @@ class TableLM(LayeredModel):
             hidden = torch.cat((hidden[:, :2], _token_before(hidden, batch, keys)[:, None]), dim=1)
         return hidden
 
-    def logits(self, hidden):
-        return self.exit(self.table)(hidden)
+    def final(self, hidden):
+        return hidden
+
+    def unembed(self, final):
+        return self.exit(self.table)(final)
 
     @staticmethod
     def exit(table):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from speclight.infer import DraftModelDrafter, Engine, LogitSpecDrafter, PromptLookupDrafter, verify
 from speclight.infer.cli import main
 from speclight.infer.compare import first_difference, logit_gap, next_logits, token_at
+from speclight.infer.target import TargetRule
 from speclight.infer.verify import (
     FALSE_ALARM,
     LEAST_EXPECTED,
@@ -94,13 +95,11 @@ def test_a_difference_under_the_gap_is_listed_as_a_near_tie_and_passes(monkeypat
     assert check.details[0].startswith("near-tie: ")
 
 
-class Sharpened:
+class Sharpened(TargetRule):
     """A target rule that is not the target: the square of its probabilities."""
 
-    lossless = False
-
-    def __call__(self, p, q):
-        return p if not isinstance(p, Dense) else Dense(p.probs**2 / (p.probs**2).sum())
+    def bind(self, tree, states):
+        return lambda node, p, q: p if not isinstance(p, Dense) else Dense(p.probs**2 / (p.probs**2).sum())
 
 
 def test_a_lossy_target_fails_the_chi_square_although_greedy_texts_are_equal() -> None:

@@ -77,10 +77,21 @@ def test_a_branching_tree_with_distributions_is_refused() -> None:
         TokenTree([0, 1, 2], [-1, 0, 0], [OneHot(1, 4), OneHot(2, 4)])
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, 1, 4])
 def test_every_drafted_token_of_a_chain_needs_its_own_distribution(count: int) -> None:
     with pytest.raises(ValueError, match="one distribution per drafted token"):
         TokenTree.chain([0, 1, 2], [OneHot(1, 4)] * count)
+
+
+def test_one_distribution_more_is_of_what_would_follow_and_goes_where_the_end_goes() -> None:
+    tree = TokenTree.chain([0, 1, 2], [OneHot(1, 4), OneHot(2, 4), OneHot(3, 4)], states=torch.arange(3.0)[:, None])
+    assert [tree.drawn_from(node).token_id for node in range(3)] == [1, 2, 3]
+    clipped = tree.clipped(1, 9)
+    assert [clipped.drawn_from(node).token_id for node in range(2)] == [1, 2]
+    assert clipped.states.tolist() == [[0.0], [1.0]]
+    assert TokenTree.root(0).drawn_from(0) is None
+    with pytest.raises(ValueError, match="states need a row"):
+        TokenTree.chain([0, 1], [OneHot(1, 4)], states=torch.zeros(2, 1))
 
 
 def test_labels_are_one_per_node() -> None:

@@ -1,0 +1,280 @@
+"""Target rules in the engine: the text has the law of the mixture, in chains, batches and with trimmed vocabularies."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import scipy.stats
+import torch
+from speclight.infer.draft_model import DraftModelDrafter
+from speclight.infer.early_exit import EarlyExitDrafter
+from speclight.infer.engine import Engine
+from speclight.infer.hierarchical import HierarchicalDrafter
+from speclight.infer.logitspec import LogitSpecDrafter
+from speclight.infer.request import GenerationParams
+from speclight.infer.target import Exact, LearnedEnsemble, Lossy, SpecCascade, StaticEnsemble
+from speclight.modules.acceptance import Dense
+from speclight.modules.ensemble import Lenient, Mixture
+from speclight.modules.ensemble_head import EnsembleHead
+from support import TableLM, random_table, tiny_lm
+
+VOCAB, LENGTH, RUNS = 4, 3, 1200
+FALSE_ALARM = 1e-5
+P_TABLE, Q_TABLE = random_table(VOCAB, 1), random_table(VOCAB, 2)
+TRIMMED = Q_TABLE.clone()
+TRIMMED[:, 3] = -torch.inf
+
+
+def drafter_with(rule, table, num_tokens, kind="early-exit"):
+    if kind == "draft-model":
+        drafter = DraftModelDrafter(TableLM(table), num_tokens, num_blocks=3000)
+    else:
+        drafter = EarlyExitDrafter(1, num_tokens, head=TableLM.exit(table))
+    drafter.target_rule = rule
+    return drafter
+
+
+def texts(rule, table, num_tokens=2, kind="early-exit", **params):
+    drafter = drafter_with(rule, table, num_tokens, kind)
+    engine = Engine(
+        TableLM(P_TABLE),
+        drafters=[drafter],
+        default_method=drafter.name,
+        strict=True,
+        num_blocks=4000,
+        block_size=4,
+        max_num_seqs=512,
+    )
+    given = GenerationParams(max_new_tokens=LENGTH + 1, temperature=1.0, **params)  # the last one is never drafted
+    return engine, engine.generate([[2]] * RUNS, given)
+
+
+def check_law(done, next_row):
+    """Chi-square of the first LENGTH tokens. next_row: (tokens so far, prompt included) -> [vocab] probabilities.
+
+    A text's first token comes with the prompt, without a draft, and so from the target.
+    """
+    law = {(x,): float(P_TABLE[2].softmax(-1)[x]) for x in range(VOCAB)}
+    for _ in range(LENGTH - 1):
+        law = {(*k, x): c * float(next_row([2, *k])[x]) for k, c in law.items() for x in range(VOCAB)}
+    counts = Counter(tuple(one.token_ids[:LENGTH]) for one in done)
+    common = [key for key, chance in law.items() if chance * RUNS >= 5]
+    seen, wanted = [counts[key] for key in common], [law[key] * RUNS for key in common]
+    rest, left = RUNS - sum(seen), RUNS - sum(wanted)
+    cells = ([*seen, rest], [*wanted, left]) if left > 1 else (seen, [w * sum(seen) / sum(wanted) for w in wanted])
+    assert scipy.stats.chisquare(*cells).pvalue > FALSE_ALARM
+
+
+def rows_after(tokens, table=Q_TABLE):
+    return P_TABLE[tokens[-1]].softmax(-1), table[tokens[-1]].softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "table", "num_tokens"),
+    [
+        ("early-exit", 0.4, Q_TABLE, 3),
+        ("early-exit", 0.0, TRIMMED, 2),
+        ("draft-model", 0.4, Q_TABLE, 1),
+        ("draft-model", 0.0, TRIMMED, 2),
+    ],
+)
+def test_static_ensemble_has_the_law_of_the_mixture(kind, weight, table, num_tokens):
+    engine, done = texts(StaticEnsemble(weight, bonus=True), table, num_tokens, kind)
+    check_law(done, lambda tokens: Mixture(*rows_after(tokens, table), weight).dense())
+    engine.check_invariants()
+    assert sum(one.stats.distance for one in done) > 0
+
+
+def test_with_the_bonus_from_the_target_the_law_is_another():
+    """The check above can fail: one token in N + 1 comes from p then."""
+    _, done = texts(StaticEnsemble(0.0), Q_TABLE, 1)
+    with pytest.raises(AssertionError):
+        check_law(done, lambda tokens: rows_after(tokens)[1])
+
+
+def random_head():
+    head = EnsembleHead(3, 3, norm=False)
+    with torch.no_grad():
+        head.output.weight.copy_(torch.tensor([[0.9, 0.0, -0.4, -0.8, 0.0, 0.7]]))
+        head.output.bias.fill_(-0.3)
+    return head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", ["early-exit", "draft-model"])
+@pytest.mark.parametrize("max_tv", [1.0, 0.1])
+def test_learned_ensemble_has_the_law_of_its_own_weights(kind, max_tv):
+    head = random_head()
+
+    def row(tokens):
+        state = torch.tensor([[tokens[-1], len(tokens) - 1, tokens[-2] if len(tokens) > 1 else 0.0]])
+        return Mixture(*rows_after(tokens), float(head(state, state)), max_tv).dense()
+
+    _, done = texts(LearnedEnsemble(head, max_tv, bonus=True), Q_TABLE, 2, kind)
+    check_law(done, row)
+    assert sum(one.stats.distance for one in done) / sum(len(one.token_ids) for one in done) <= max_tv
+
+
+def test_acceptance_is_one_minus_weight_times_distance():
+    rule = StaticEnsemble(0.6, bonus=True)
+    engine = Engine(
+        TableLM(P_TABLE), drafters=[drafter_with(rule, Q_TABLE, 3)], default_method="early-exit", num_blocks=2000
+    )
+    expected, kept, spread = 0.0, 0, 0.0
+
+    def watch(observations):
+        nonlocal expected, kept, spread
+        for seen in observations:
+            for node in seen.verdict.path[: seen.tree.num_drafted]:
+                p, q = rows_after([seen.tree.token_ids[node]])
+                chance = 1 - 0.6 * float((p - q).clamp(min=0).sum())
+                expected, spread = expected + chance, spread + chance * (1 - chance)
+            kept += seen.verdict.num_accepted
+
+    engine.watchers.append(watch)
+    engine.generate([[2]] * 64, GenerationParams(max_new_tokens=60, temperature=1.0, seed=3))
+    assert abs(kept - expected) < 4.5 * math.sqrt(spread)
+
+
+@pytest.mark.parametrize("rule", [Lossy(0.4, bonus=True), SpecCascade(0.5, "opt", True), SpecCascade(0.5, bonus=True)])
+def test_baselines_have_the_law_that_they_say(rule):
+    def row(tokens):
+        p, q = rows_after(tokens)
+        return (Lenient(p, q, rule.lenience) if isinstance(rule, Lossy) else rule.value(p, q, 1.0)).dense()
+
+    _, done = texts(rule, Q_TABLE, 1)
+    if isinstance(rule, Lossy):  # its law holds where a draft is verified: here each second token
+        for first in range(VOCAB):
+            then = Counter(one.token_ids[1] for one in done if one.token_ids[0] == first)
+            expected = [float(x) * then.total() for x in row([2, first])]
+            assert scipy.stats.chisquare([then[x] for x in range(VOCAB)], expected).pvalue > FALSE_ALARM
+    else:
+        check_law(done, row)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("make", [lambda: EarlyExitDrafter(1, 3), lambda: DraftModelDrafter(tiny_lm(seed=7), 3)])
+def test_weight_one_gives_the_texts_of_the_exact_rule(make, temperature):
+    found = []
+    for rule in (Exact(), StaticEnsemble(1.0), StaticEnsemble(1.0, bonus=True)):
+        drafter = make()
+        drafter.target_rule = rule
+        engine = Engine(tiny_lm(), drafters=[drafter], default_method=drafter.name, strict=True, num_blocks=100)
+        params = GenerationParams(max_new_tokens=30, temperature=temperature, seed=5)
+        done = engine.generate([[5, 9, 3], [1, 2]], params)
+        found.append([one.token_ids for one in done])
+        assert all(one.stats.distance == 0.0 for one in done)
+    assert found[0] == found[1]
+    assert temperature > 0 or found[0] == found[2]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_greedy_text_is_the_argmax_of_the_mixture(batch):
+    """At temperature 1, as transformers does; the bonus token is the target's own."""
+    model = tiny_lm()
+    drafter = EarlyExitDrafter(1, 3)
+    drafter.target_rule = StaticEnsemble(0.5)
+    engine = Engine(model, drafters=[drafter], default_method="early-exit", strict=True, num_blocks=100)
+    checked = Counter()
+    rows = []
+
+    def watch(observations):
+        for seen in observations:
+            for node in seen.verdict.path:
+                p, q = seen.logits[node].softmax(-1), seen.tree.drawn_from(node)
+                v = p if q is None else 0.5 * p + 0.5 * q.probs
+                rows.append(
+                    (seen.sequence.request_id, int(v.argmax()), q is None or int(p.argmax()) == int(v.argmax()))
+                )
+
+    engine.watchers.append(watch)
+    prompts = [[5, 9, 3, index] for index in range(batch)]
+    done = engine.generate(prompts, GenerationParams(max_new_tokens=30))
+    for index, one in enumerate(done):
+        mine = [row for row in rows if row[0] == one.request_id][: len(one.token_ids)]
+        assert one.token_ids == [token for _, token, _ in mine]
+        checked["differ"] += sum(not same for *_, same in mine)
+        assert one.stats.distance == pytest.approx(sum(not same for *_, same in mine))
+        assert index >= 0
+    assert checked["differ"] > 0
+
+
+def test_the_greedy_case_of_transformers_pull_request():
+    from speclight.modules.acceptance import Peak
+    from speclight.modules.token_tree import TokenTree
+
+    p, q = torch.tensor([0.50, 0.49, 0.01]), torch.tensor([0.10, 0.89, 0.01])
+    tree = TokenTree.chain([0, 1], [Peak(1, 3, q)])
+    found = StaticEnsemble(0.5).bind(tree, torch.zeros(2, 1))(0, Peak(0, 3, p), Peak(1, 3, q))
+    assert found.sample(None) == 1 and found.distance == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "rule",
+    [StaticEnsemble(0.0), StaticEnsemble(0.3, bonus=True), Lossy(0.9), SpecCascade(1.0, "opt"), SpecCascade(1.0)],
+)
+def test_a_banned_token_is_never_emitted(rule, temperature):
+    """The draft proposes it all the time: only the target's logits processor bans it, which drafts do not run."""
+
+    def ban(_, scores):
+        return scores.index_fill(1, torch.tensor([0]), -torch.inf)
+
+    keen = torch.zeros_like(Q_TABLE)
+    keen[:, 0] = 3.0
+    engine = Engine(
+        TableLM(P_TABLE), drafters=[drafter_with(rule, keen, 2)], default_method="early-exit", num_blocks=500
+    )
+    params = GenerationParams(max_new_tokens=20, temperature=temperature, logits_processors=(ban,))
+    done = engine.generate([[2]] * 20, params)
+    assert all(one.error is None for one in done)
+    assert not any(0 in one.token_ids for one in done)
+
+
+def test_the_intermediate_stage_stays_exact_and_the_last_is_ruled():
+    head = TableLM.exit(Q_TABLE)
+    inner = EarlyExitDrafter(1, 2, head=TableLM.exit(random_table(VOCAB, 9)))
+    drafter = HierarchicalDrafter(inner, 1, window=2, head=head)
+    drafter.target_rule = StaticEnsemble(0.0)
+    engine = Engine(TableLM(P_TABLE), drafters=[drafter], default_method="hispec", strict=True, num_blocks=4000)
+    done = engine.generate([[2]] * RUNS, GenerationParams(max_new_tokens=LENGTH + 1, temperature=1.0))
+    check_law(done, lambda tokens: rows_after(tokens)[1])  # windows of at least two tokens, all of them kept
+
+
+def test_what_was_looked_up_is_verified_exactly():
+    found = []
+    for rule in (None, StaticEnsemble(0.1)):
+        engine = Engine(tiny_lm(), drafters=[LogitSpecDrafter()], target_rule=rule, num_blocks=100)
+        params = GenerationParams(method="logitspec", max_new_tokens=30, temperature=1.0, seed=1)
+        found.append(engine.generate([[5, 9, 3, 5, 9]], params)[0].token_ids)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StaticEnsemble(1.5), "weight"),
+        (lambda: StaticEnsemble(0.5, max_tv=-1), "max_tv"),
+        (lambda: Lossy(1.0), "lenience"),
+        (lambda: SpecCascade(2.0), "alpha"),
+        (lambda: SpecCascade(0.5, "chow"), "rule must be one of opt, token"),
+    ],
+)
+def test_settings_outside_their_range_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_states_of_another_size_end_the_text_with_an_error_that_says_so():
+    drafter = drafter_with(LearnedEnsemble(EnsembleHead(5, 5)), Q_TABLE, 2)
+    engine = Engine(TableLM(P_TABLE), drafters=[drafter], default_method="early-exit", num_blocks=50)
+    (done,) = engine.generate([[2]], GenerationParams(max_new_tokens=8, temperature=1.0))
+    assert done.finish_reason == "error" and "hidden sizes (5, 5)" in (done.error or "")
+
+
+def test_a_rule_is_an_engine_wide_choice_where_it_is_given_to_the_engine():
+    rule = StaticEnsemble(0.2)
+    engine = Engine(TableLM(P_TABLE), drafters=[EarlyExitDrafter(1)], target_rule=rule, num_blocks=50)
+    assert all(drafter.target_rule is rule for drafter in engine.drafters.values())
+    assert isinstance(Dense(torch.ones(1)), Dense)
