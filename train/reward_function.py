@@ -59,7 +59,7 @@ class RewardFunction(ABC):
 def references(row: Mapping[str, Any]) -> list[str]:
     """The row's reference texts, at least one and none of them blank. Raises ValueError when there is none."""
     value = row.get("reference")
-    texts = value if isinstance(value, list | tuple) else [value]
+    texts: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
     if any(isinstance(text, bool) or not isinstance(text, str | int | float) for text in texts):
         raise ValueError(f"reference must be a text or a list of texts, got {_shown(value, row)}")
     texts = [str(text) for text in texts if str(text).strip()]

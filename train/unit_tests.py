@@ -144,7 +144,7 @@ def _statements(row: Mapping[str, Any], field: str) -> str:
 
 
 def _run(order: Mapping[str, Any], seconds: float) -> str:
-    """What the runner wrote, the program having `seconds` once it may start. Afterwards no process of its group is left."""
+    """What the runner wrote; the program has `seconds` once it may start. No process of its group is left."""
     read_end, write_end = os.pipe()
     try:
         with TemporaryDirectory(ignore_cleanup_errors=True) as folder, TemporaryFile() as stdin:
