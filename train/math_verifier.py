@@ -47,7 +47,7 @@ def _verify_some(pairs: Sequence[tuple[Sequence[str], str]], seconds: float) -> 
     try:
         started = read_until(process.stdout.fileno(), b"\n", time.monotonic() + START_SECONDS)
         if started != b"ready\n":
-            raise RuntimeError(f"math-verify did not start within {START_SECONDS:.0f} s: {' '.join(command)}")
+            raise RuntimeError(f"math-verify did not start; `{' '.join(command)}` shows why")
         for references, answer in pairs:
             verdict = _ask(process, references, answer, time.monotonic() + seconds)
             verdicts.append(bool(verdict))
@@ -79,6 +79,7 @@ def _serve() -> None:
     """The process: a verdict for each line of stdin."""
     import resource
 
+    out, sys.stdout = sys.stdout, sys.stderr  # the pipe is for verdicts, not for what libraries have to say
     from math_verify import parse, verify
 
     def value(text: str, is_reference: bool) -> list:
@@ -87,8 +88,6 @@ def _serve() -> None:
         return parse(text, parsing_timeout=None)
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    out = sys.stdout
-    sys.stdout = sys.stderr  # the pipe is for verdicts
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         references, answer = json.loads(line)

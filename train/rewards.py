@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
+from decimal import Decimal
 from typing import Any, Literal, get_args
 
 from .math_verifier import check_installed, verify_all
@@ -43,7 +43,7 @@ BOX = r"\boxed{"
 Verifier = Literal["numbers", "math-verify"]
 
 
-def final_number(text: str) -> Fraction | None:
+def final_number(text: str) -> Decimal | None:
     """The number that a solution ends in, None when there is none.
 
     It is the one behind the first `####`, else the first `###`; else that in the last \\boxed{}, which has to hold
@@ -58,8 +58,8 @@ def final_number(text: str) -> Fraction | None:
     return _value(numbers[-1]) if numbers and (boxed is None or len(numbers) == 1) else None
 
 
-def _value(number: str) -> Fraction:
-    return Fraction(number.replace(",", "").replace("$", "").replace("\u2212", "-"))
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", "").replace("$", "").replace("\u2212", "-"))
 
 
 def _last_box(text: str) -> str | None:

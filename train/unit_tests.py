@@ -2,8 +2,9 @@
 
 NOT A SANDBOX. This holds against mistakes: endless loops, memory and disk filled, processes multiplied, sockets opened,
 an exit before the tests. It does not hold against a program that means harm: it runs as you, or as `nobody` where you
-are root, sees the files that it may read, and shares its process with its tests. Train where you can lose the machine:
-a container or virtual machine without secrets, without mounts that matter.
+are root, sees every file that it may read (all there are, where root's Python lies in root's home), can write wherever
+anyone may, can signal your other processes, and shares its own with its tests. Train where you can lose the machine: a
+container or virtual machine without secrets, without mounts that matter.
 """
 
 from __future__ import annotations
