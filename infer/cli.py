@@ -25,13 +25,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("check on your own model that the text is that of plain decoding", ".verify:verify"),
     "bench": ("measure methods against each other and against transformers", ".bench:bench"),
     "demo": ("see it work on a small model", ".demo:demo"),
-    "fit": ("train exit heads, or models that exit early", "speclight.train.cli:fit"),
+    "fit": ("train exit heads, models that exit early, or verifiers", "speclight.train.cli:fit"),
     "validate": ("measure a checkpoint on the validation data", "speclight.train.cli:validate"),
     "test": ("measure a checkpoint on the test data", "speclight.train.cli:test"),
     "export": ("make a bundle of a checkpoint, and try it out", "speclight.train.export:export"),
     "inspect": ("say what a bundle holds", "speclight.train.export:inspect_bundle"),
     "regenerate": ("make training rows of the model's own answers", "speclight.train.regenerate:regenerate"),
     "states": ("store hidden states to train on", "speclight.train.states:states"),
+    "rollout": ("store rewarded answers to train a verifier on", "speclight.train.rollout_command:rollout"),
     "tokenizer": ("train a small tokenizer on texts", "speclight.train.tokenizer:tokenizer"),
 }
 """name -> (help, "module:function"); a module that begins with a dot is relative to this package."""

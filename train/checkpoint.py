@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..modules.bundle import HeadBundle, check_same_tensors
+from ..modules.ensemble_head import KIND as ENSEMBLE
 from ..modules.exit_heads import KIND
 
 RECORD = "speclight"
@@ -79,6 +80,16 @@ def check_tensors(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Non
         {name: ("", list(tensor.shape)) for name, tensor in tensors.items()} for tensors in (own, found)
     )
     check_same_tensors(expected, present, "the checkpoint")
+
+
+def ensemble_of(checkpoint: Mapping[str, Any]) -> HeadBundle:
+    """The head of a learned verifier in a checkpoint of DiversedModule, as a bundle in memory."""
+    record, state = checkpoint[RECORD], checkpoint["state_dict"]
+    tensors = {name.removeprefix(HEADS): tensor for name, tensor in state.items() if name.startswith(HEADS)}
+    config = {**record["config"], "draft": record["draft"]}
+    return HeadBundle(
+        ENSEMBLE, config, tensors, record["base_fingerprint"], record["base_model"], record.get("card", {})
+    )
 
 
 def read_heads(path: str | Path) -> HeadBundle:

@@ -40,11 +40,11 @@ SETTINGS = "settings"
 """The entry of a checkpoint that holds the configuration of its run."""
 
 COMPARED = ("model", "data", "optimizer", "lr_scheduler", "seed_everything")
-OURS = ("early_exit", "layer_skip", "data", "stored")
+OURS = ("early_exit", "layer_skip", "diversed", "data", "stored", "task_data")
 """Modules of this package whose classes can be named without their module."""
 
 PURPOSES = {
-    "fit": "Train exit heads, or a model that exits early",
+    "fit": "Train exit heads, a model that exits early, or a verifier",
     "validate": "Measure a checkpoint on data.val, and on data.prompts by the engine",
     "test": "Measure a checkpoint on data.test",
 }
@@ -53,6 +53,8 @@ NOISE = (
     ".*does not have many workers.*",  # on purpose: the tokens lie in memory
     ".*'set_vital' is deprecated.*",
     ".*exists and is not empty.*",
+    ".*but no pre-optimization state was saved.*",  # a checkpoint is meant to hold what was learned
+    ".*You have overridden `transfer_batch_to_device`.*",
     ".*could not find the monitored key.*",  # before the first validation; afterwards it is an error
 )
 """Warnings of libraries that say nothing about a run."""

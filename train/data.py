@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,10 +229,10 @@ class RowSampler(DistributedSampler[int]):
     """
 
     def __init__(
-        self, dataset: PackedDataset, world_size: int = 1, rank: int = 0, seed: int = 0, shuffle: bool = True
+        self, dataset: Dataset[Any], world_size: int = 1, rank: int = 0, seed: int = 0, shuffle: bool = True
     ) -> None:
         super().__init__(dataset, world_size, rank, shuffle=shuffle, seed=seed)
-        self.num_rows = len(dataset)
+        self.num_rows = len(dataset)  # type: ignore[arg-type]
 
     def order(self, epoch: int) -> list[int]:
         """The rank's rows of an epoch."""
@@ -310,6 +310,7 @@ class RowsDataModule(LightningDataModule):
         self.eos_token_ids: frozenset[int] = frozenset()
         self.datasets: dict[str, PackedDataset] = {}
         self.prompts: list[Prompt] = []
+        self.collate: Callable[..., Any] = TextBatch.collate
         self._loader: StatefulDataLoader | None = None
         self._resumed: dict[str, Any] = {}
 
@@ -358,7 +359,7 @@ class RowsDataModule(LightningDataModule):
         dataset = self.datasets[name]
         sampler = RowSampler(dataset, world, rank, self.seed, shuffle)
         # a loader draws a seed for its workers; from a generator of its own, so that resuming needs no replay of draws
-        settings = {"collate_fn": TextBatch.collate, "generator": torch.Generator()}
+        settings = {"collate_fn": self.collate, "generator": torch.Generator()}
         return StatefulDataLoader(dataset, self.batch_rows, sampler=sampler, **settings)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """`speclight export`: what a checkpoint has trained, in the form that the engine serves, and tried out as it will be.
 
-Heads become a bundle. A new process loads it from disk and answers prompts with the engine; where other drafts are
-accepted than with the same heads in memory, or clearly fewer or more than before they were rounded, there is no bundle.
-A model that was trained to exit early becomes a folder as transformers writes it.
+Heads become a bundle: exit heads, or the head of a learned verifier. A new process loads it from disk and answers
+prompts with the engine; where other drafts are accepted than with the same heads in memory, or clearly fewer or more
+than before they were rounded, there is no bundle. A model that was trained to exit early becomes a folder as
+transformers writes it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -50,6 +51,8 @@ class ExportOptions:
     max_new_tokens: int = option(48, "tokens of each answer in the trial")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "what heads are stored in")
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    bundle: str | None = option(None, "exit heads that a verifier was trained with; if unset where they were then")
+    draft_model: str | None = option(None, "draft model that a verifier was trained with; if unset where it was then")
     base_name: str | None = option(None, "what the bundle calls its base model; if unset the last part of its path")
     measured: str | None = option(None, "JSON file with an object of figures of yours, for the card")
     licence: str = option(LICENCE, "note on the licence, for the card")
@@ -61,6 +64,7 @@ def export(options: ExportOptions) -> int:
 
     Raises ValueError for whatever is not valid.
     """
+    from ..modules.ensemble_head import KIND as ENSEMBLE
     from ..modules.exit_heads import KIND
     from .checkpoint import RECORD, read_checkpoint
 
@@ -69,8 +73,11 @@ def export(options: ExportOptions) -> int:
     _check_output(options)
     _measured(options)
     checkpoint = read_checkpoint(options.ckpt)
+    settings = checkpoint.get("settings", {})
     if checkpoint[RECORD]["kind"] == KIND:
-        return _export_heads(options, checkpoint.get("settings", {}))
+        return _export_heads(options, settings)
+    if checkpoint[RECORD]["kind"] == ENSEMBLE:
+        return _export_ensemble(options, checkpoint, settings)
     return _export_model(options)
 
 
@@ -107,24 +114,34 @@ def _export_heads(options: ExportOptions, settings: Mapping[str, Any]) -> int:
     trained = read_heads(options.ckpt)
     trial = Trial(options.model or trained.base_model, options.prompts, options.max_new_tokens, options.device)
     found = trial.run(bundle=trained)
-    tensors, card = _stored(trained, options.dtype), _card(options, trained, settings, found)
+    tried = {"exits": {str(layer): counts.as_dict() for layer, counts in found.items()}}
+    tensors, card = _stored(trained, options.dtype), _card(options, trained, settings, tried)
     name = options.base_name or Path(trained.base_model).name
     bundle = replace(trained, tensors=tensors, base_model=name, card=card)
     stored = found if options.dtype == "float32" else trial.run(bundle=bundle)
+
+    def wrong_from(folder: Path) -> str:
+        again = trial.run_in_new_process(folder)
+        _report(again)
+        return mismatch(found, stored, again)
+
+    return _save_tried(options, bundle, wrong_from)
+
+
+def _save_tried(options: ExportOptions, bundle: HeadBundle, wrong_from: Callable[[Path], str]) -> int:
+    """Save a bundle unless something is wrong with it as it lies on disk, which is said. Returns the exit status."""
     output = Path(options.output).expanduser().resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
         bundle.save(folder / "bundle")
-        again = trial.run_in_new_process(folder / "bundle")
-        wrong = mismatch(found, stored, again)
+        wrong = wrong_from(folder / "bundle")
         if wrong:
             print(f"speclight: error: no bundle was made: {wrong}", file=sys.stderr)
             return 1
         bundle.save(output, options.overwrite)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    _report(again)
     print(f"speclight: {options.output} is a bundle; `speclight inspect {options.output}` shows it", file=sys.stderr)
     return 0
 
@@ -137,7 +154,7 @@ def _stored(bundle: HeadBundle, dtype: str) -> dict[str, Any]:
 
 
 def _card(
-    options: ExportOptions, trained: HeadBundle, settings: Mapping[str, Any], found: Mapping[int, Counts]
+    options: ExportOptions, trained: HeadBundle, settings: Mapping[str, Any], tried: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What people should know of these heads. Paths are left out but for files' names."""
     return {
@@ -147,7 +164,7 @@ def _card(
         "trial": {
             "prompts": Path(options.prompts).name if options.prompts else "built-in",
             "max_new_tokens": options.max_new_tokens,
-            "exits": {str(layer): counts.as_dict() for layer, counts in found.items()},
+            **tried,
         },
         "versions": {name: version(name) for name in ("speclight", "torch", "transformers", "lightning")},
         "licence": options.licence,
@@ -238,12 +255,17 @@ class Trial:
             return pool.submit(self.run, folder=None if folder is None else str(folder)).result()
 
     def _read(self, tokenizer: Any) -> list[Prompt]:
-        from .data import read_prompts
+        return trial_prompts(self.prompts, tokenizer)
 
-        chat = bool(getattr(tokenizer, "chat_template", None))
-        if self.prompts is not None:
-            return read_prompts(self.prompts, chat, NUM_PROMPTS)
-        return [[{"role": "user", "content": text}] if chat else text for text in PROMPTS]
+
+def trial_prompts(path: str | None, tokenizer: Any) -> list[Prompt]:
+    """Of a JSONL file, or the built-in ones; as a user's messages where there is a chat template."""
+    from .data import read_prompts
+
+    chat = bool(getattr(tokenizer, "chat_template", None))
+    if path is not None:
+        return read_prompts(path, chat, NUM_PROMPTS)
+    return [[{"role": "user", "content": text}] if chat else text for text in PROMPTS]
 
 
 def mismatch(trained: Mapping[int, Counts], stored: Mapping[int, Counts], again: Mapping[int, Counts]) -> str:
@@ -271,6 +293,90 @@ def _report(found: Mapping[int, Counts]) -> None:
             f"accepted, {figures['mat']:.2f} tokens per pass of the model",
             file=sys.stderr,
         )
+
+
+# --- the head of a learned verifier -----------------------------------------------------------------------------------
+
+
+def _export_ensemble(options: ExportOptions, checkpoint: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    from .checkpoint import ensemble_of
+
+    trained = ensemble_of(checkpoint)
+    given = (settings.get("model") or {}).get("init_args") or {}
+    trial = EnsembleTrial(
+        options.model or trained.base_model,
+        options.bundle or given.get("bundle"),
+        options.draft_model or given.get("draft_model"),
+        options.prompts,
+        options.max_new_tokens,
+        options.device,
+    )
+    with tempfile.TemporaryDirectory() as folder:  # the engine's options name folders
+        trained.save(Path(folder) / "head")
+        found = trial.run(str(Path(folder) / "head"), trained)
+    name = options.base_name or Path(trained.base_model).name
+    card = _card(options, trained, settings, found.as_dict())
+
+    def wrong_from(folder: Path) -> str:
+        again = trial.run_in_new_process(folder)
+        figures = again.as_dict()
+        print(
+            f"speclight: {figures['acceptance_rate']:.3f} of {again.drafted} drafts accepted, {figures['mat']:.2f} "
+            f"tokens per pass of the model, {figures['distance']:.3f} from the model's own distribution a token",
+            file=sys.stderr,
+        )
+        return "" if again == found else f"drafting comes to {again} from disk, to {found} in memory"
+
+    return _save_tried(options, replace(trained, base_model=name, card=card), wrong_from)
+
+
+@dataclass(frozen=True)
+class LossyCounts(Counts):
+    """distance: see SequenceStats."""
+
+    distance: float
+
+    def as_dict(self) -> dict[str, float]:
+        return super().as_dict() | {"distance": self.distance / self.emitted if self.emitted else 0.0}
+
+
+@dataclass(frozen=True)
+class EnsembleTrial:
+    """Seeded answers at temperature 1 in float32 with method diversed. bundle, draft_model: what drafts for it."""
+
+    model: str
+    bundle: str | None
+    draft_model: str | None
+    prompts: str | None
+    max_new_tokens: int
+    device: str
+
+    def run(self, folder: str, head: HeadBundle | None = None) -> LossyCounts:
+        """With the head in a folder, or with this one instead. Raises ValueError for models it does not belong to."""
+        from ..infer.build import TargetOptions, build_engine, prepare
+        from ..infer.request import GenerationParams
+        from ..infer.stats import SequenceStats
+
+        options = EngineOptions(
+            model=self.model,
+            bundle=self.bundle,
+            draft_model=self.draft_model,
+            dtype="float32",
+            device=self.device,
+            kv_memory=1.0,
+            target=TargetOptions(head=folder),
+        )
+        prepared = prepare(options, ["diversed"])
+        engine = build_engine(prepared if head is None else replace(prepared, ensemble=head))
+        params = GenerationParams(max_new_tokens=self.max_new_tokens, temperature=1.0, seed=0)
+        done = engine.generate(trial_prompts(self.prompts, prepared.tokenizer), params)
+        total = SequenceStats.total(one.stats for one in done)
+        return LossyCounts(total.drafted, total.accepted, total.emitted_tokens, total.target_passes, total.distance)
+
+    def run_in_new_process(self, folder: Path) -> LossyCounts:
+        """The same from disk, by a python that has seen nothing of the training."""
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(self.run, str(folder)).result()
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
