@@ -171,11 +171,12 @@ class RolloutSampler:
             starts.append(starts[-1] + len(one["where"]))
         order = torch.tensor([starts[part] + row for *_, part, row in rows], dtype=torch.long)
         device = self.engine.model.device
-        empty = torch.zeros(0, device=device)
 
         def column(name: str) -> Tensor:
-            parts = [one[name] for one in self._parts if name in one]
-            return torch.cat(parts)[order.to(device)] if parts else empty
+            if self._parts:
+                return torch.cat([one[name] for one in self._parts])[order.to(device)]
+            width = {"draft": (self.head.draft_size,), "target": (self.head.target_size,)}
+            return torch.zeros(0, *width.get(name, ()), device=device)
 
         whole = {name: column(name) for name in ("p", "q", "tv", "weight", "draft", "target")}
         self._parts = []

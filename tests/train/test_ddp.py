@@ -18,13 +18,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from checkpoint import save_tiny
-from fitting import TEXTS, base_model, prompts_file, same_weights, saver, text_data, trainer
+from fitting import TEXTS, base_model, prompts_file, same_weights, saver, text_data, trainer, write_rows
 from lightning.pytorch.strategies import FSDPStrategy
 from speclight.modules.batch import RaggedBatch
 from speclight.train.callbacks import EngineValidation
+from speclight.train.diversed import DiversedModule
 from speclight.train.early_exit import EarlyExitModule
 from speclight.train.layer_skip import LayerSkipModule, LoraOptions
 from speclight.train.losses import LossSum
+from speclight.train.reinforce import Budget
+from speclight.train.reward_function import RewardFunction
+from speclight.train.task_data import TaskDataModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -145,9 +149,48 @@ def resumed(ranks: int, folder: Path) -> dict[str, Any]:
     return {str(step): same_weights(fit(50, folder / "steps" / f"step={step}.ckpt"), whole) for step in (1, 2, 3, 5)}
 
 
+class Letters(RewardFunction):
+    """The share of letters in an answer."""
+
+    name = "letters"
+
+    def score(self, answers):
+        return [sum(c.isalpha() for c in one.text) / max(1, len(one.text)) for one in answers]
+
+
+def verifier(ranks: int, folder: Path) -> dict[str, Any]:
+    """REINFORCE++ over five prompts, one of which comes alone: advantages are those of all ranks' tokens."""
+    path = write_rows(folder / "rows.jsonl", [{"prompt": text, "reference": "x"} for text in TEXTS[:5]])
+    data = TaskDataModule(
+        base_model(folder), path, path, task="plain", reward=Letters(), batch_prompts=2 * RANKS // ranks, seed=3
+    )
+    module = DiversedModule(
+        base_model(folder),
+        samples=2,
+        max_new_tokens=8,
+        num_draft=3,
+        lr=0.02,
+        dtype="float32",
+        kv_memory=0.05,
+        inner_epochs=2,
+        minibatches=1,
+        acceptance_weight=0.2,
+        budget=Budget("tv", 0.2),
+    )
+    one = host(ranks, limit_val_batches=1.0)
+    one.fit(module, datamodule=data)
+    names = ("reward", "acceptance", "tv", "w", "surrogate", "clip_fraction", "one_minus_w_tv", "lambda")
+    metrics = {name: float(value) for name, value in one.callback_metrics.items()}
+    kept = {name: metrics[name] for name in metrics if name.startswith("val/")}
+    return {
+        "weights": [parameter.detach().double().sum().item() for parameter in module.parameters()],
+        "metrics": kept | {f"train/{name}": metrics[f"train/{name}"] for name in names},
+    }
+
+
 COMPARED = (heads, curriculum, adapters, sharded, sharded_adapters)
 SCENARIOS: dict[str, Callable[[int, Path], dict[str, Any]]] = {
-    scenario.__name__: scenario for scenario in (*COMPARED, five_rows, heavy_dropout, resumed)
+    scenario.__name__: scenario for scenario in (*COMPARED, five_rows, heavy_dropout, resumed, verifier)
 }
 
 
@@ -197,7 +240,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dic
         for rank in range(RANKS)
     ]
     try:
-        single = {scenario.__name__: scenario(1, alone / scenario.__name__) for scenario in (*COMPARED, five_rows)}
+        single = {
+            scenario.__name__: scenario(1, alone / scenario.__name__) for scenario in (*COMPARED, five_rows, verifier)
+        }
         for process in processes:
             output, _ = process.communicate(timeout=300)
             assert process.returncode == 0, output[-5000:]
@@ -216,6 +261,13 @@ def test_two_processes_have_the_loss_curve_of_one_with_twice_the_batch(found, na
     assert two["weights"] == pytest.approx(one["weights"], rel=1e-3)
     for metric, value in one["metrics"].items():
         assert two["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-4), metric
+
+
+def test_a_verifier_learns_the_same_whatever_the_number_of_ranks(found) -> None:
+    two, one = (results["verifier"] for results in found)
+    assert any(one["weights"]) and 0 < one["metrics"]["train/clip_fraction"] < 1
+    assert two["weights"] == pytest.approx(one["weights"], rel=1e-3, abs=1e-5)
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
 
 
 def test_filled_up_rows_do_not_count_in_validation(found) -> None:

@@ -25,6 +25,13 @@ FAMILIES = {
     "early_exit_smollm2_lora": "llama",
     "early_exit_scratch": None,
 }
+VERIFIERS = {
+    "diversed_smollm2": "llama",
+    "diversed_llama31_8b": "llama",
+    "diversed_qwen3_8b": "qwen3",
+    "diversed_gemma3_12b": "gemma3",
+}
+TASK_OVERLAYS = ("task_cnndm", "task_xsum", "task_mbpp")
 TINY_HEADS = ["--model.layers=[1,2]", "--model.rank=8", "--model.draft_vocab=40"]
 TINY_SHAPE = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 SPECIFIC = {
@@ -91,7 +98,7 @@ def printed_config(*flags: str) -> dict:
 
 
 def test_every_packaged_recipe_is_tried_here() -> None:
-    assert packaged_configs().keys() == FAMILIES.keys()
+    assert packaged_configs().keys() == {*FAMILIES, *VERIFIERS, *TASK_OVERLAYS}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -119,6 +126,37 @@ def test_a_packaged_recipe_runs_on_a_tiny_model_of_its_family(
     trainer = ["--trainer.accelerator=cpu", "--trainer.fast_dev_run=2", "--trainer.enable_progress_bar=false"]
     trainer += ["--trainer.callbacks.max_new_tokens=8"]
     assert main(["fit", "--config", name, *given, *trainer, "--model.warmup_steps=0"]) == 0
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_packaged_verifier_runs_on_tiny_models_of_its_family(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "model", VERIFIERS[name])
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": text, "reference": "1"} for text in TEXTS[:4]])
+    given = ["--data.model", "model", "--data.train", rows, "--data.val", rows, "--data.task", "plain"]
+    given += ["--model.max_new_tokens=6", "--model.samples=2", "--model.kv_memory=0.05", "--data.batch_prompts=2"]
+    if "draft_model" in printed_config("--config", name)["model"]["init_args"] and name != "diversed_smollm2":
+        save_tiny(tmp_path / "draft", VERIFIERS[name], seed=1)
+        given += ["--model.draft_model=draft"]
+    trainer = ["--trainer.accelerator=cpu", "--trainer.fast_dev_run=2", "--trainer.enable_progress_bar=false"]
+    assert main(["fit", "--config", name, *given, *trainer]) == 0
+
+
+@pytest.mark.parametrize("task", TASK_OVERLAYS)
+def test_a_task_is_laid_over_a_verifiers_recipe(task: str) -> None:
+    found = printed_config("--config", "diversed_qwen3_8b", "--config", task)
+    arguments = found["data"]["init_args"]
+    assert arguments["task"] == task.removeprefix("task_") and arguments["model"] == "Qwen/Qwen3-8B"
+    assert arguments["train"]["path"] != "openai/gsm8k" and arguments["train"]["name"] != "main"
+    assert found["model"]["init_args"]["draft_model"] == "Qwen/Qwen3-0.6B"
+
+
+def test_programs_run_only_when_the_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["fit", "--config", "diversed_qwen3_8b", "--config", "task_mbpp"]) == 2
+    assert "allow_execution" in capsys.readouterr().err
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------
