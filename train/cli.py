@@ -193,10 +193,10 @@ class TrainingCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            found = re.search(r"Errors:\s*- (.*)", str(error))  # what the class itself said, in a list of alternatives
-            if found is None:
+            said = re.findall(r"Errors:\s*- (.*)", str(error))  # what a class said, in a nest of lists of alternatives
+            if not said:
                 raise
-            raise ValueError(found[1]) from error
+            raise ValueError(said[-1]) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self.config_init.trainer

@@ -265,7 +265,7 @@ def test_two_processes_have_the_loss_curve_of_one_with_twice_the_batch(found, na
 
 def test_a_verifier_learns_the_same_whatever_the_number_of_ranks(found) -> None:
     two, one = (results["verifier"] for results in found)
-    assert any(one["weights"]) and 0 < one["metrics"]["train/clip_fraction"] < 1
+    assert any(one["weights"]) and one["metrics"]["train/lambda"] != 0.2
     assert two["weights"] == pytest.approx(one["weights"], rel=1e-3, abs=1e-5)
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
 
