@@ -51,6 +51,11 @@ results-table: $(INSTALLED)
 hispec-sweep: $(INSTALLED)
 	$(BIN)/python docs/hispec_sweep.py --model $(MODEL) --data $(DATA) --output $(OUTPUT) $(ARGS)
 
+# what exit heads are worth: agreement with the last layer, acceptance, MAT, on prompts in Spec-Bench's format
+.PHONY: heads-report
+heads-report: $(INSTALLED)
+	$(BIN)/python docs/heads_report.py --model $(MODEL) --bundle $(BUNDLE) --data $(DATA) --output $(OUTPUT) $(ARGS)
+
 # MAT as LogitSpec's authors count it, on the prompts that they were compared on
 .PHONY: logitspec-mat
 logitspec-mat: $(INSTALLED)
