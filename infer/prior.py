@@ -1,0 +1,1 @@
+PRIOR: dict[str, str] = {}
