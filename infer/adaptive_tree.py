@@ -2,9 +2,9 @@
 
 Candidates for a place in the tree come from the continuations of the longest n-gram that matches there, in the text
 and in the namespace's other texts; from the successors that the model itself found likely when it last ran the same
-token, pair or triple (token recycling, Luo et al. 2025); and from the last logits, whose other candidates often come one
-token later (LogitSpec, 3.2). `Estimates` says how likely each is, a path is as likely as the product along it, and the
-likeliest path is added until the tree is full. A place whose children could no longer get in is never looked at.
+token, pair or triple (token recycling, Luo et al. 2025); and from the last logits, whose other candidates often come
+one token later (LogitSpec, 3.2). `Estimates` says how likely each is, a path is as likely as the product along it, and
+the likeliest path is added until the tree is full. A place whose children could no longer get in is never looked at.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class _State:
 class AdaptiveTrees:
     """Grows trees for many texts, and learns from what becomes of them.
 
-    max_ngram: longest n-gram looked up. num_likely: likeliest tokens kept of a row of logits. shares: whether texts of one
-    namespace draft for each other. limit, ttl: of what is shared, see Memory. reads_prompt: whether the logits of the
-    prompt's tokens are asked for. clock: seconds.
+    max_ngram: longest n-gram looked up. num_likely: likeliest tokens kept of a row of logits. shares: whether texts of
+    one namespace draft for each other. limit, ttl: of what is shared, see Memory. reads_prompt: whether the logits of
+    the prompt's tokens are asked for. clock: seconds.
     """
 
     def __init__(
@@ -290,7 +290,8 @@ class AdaptiveTrees:
 def _record_sources(records: list[tuple[int, Entry]], owner: int) -> list[tuple[str, int, dict[int, int]]]:
     base = OFFSETS["successor"]
     return [
-        (SUCCESSOR, base + PROBABILITIES * (2 * (order - 1) + (found[1] != owner)), found[2]) for order, found in records
+        (SUCCESSOR, base + PROBABILITIES * (2 * (order - 1) + (found[1] != owner)), found[2])
+        for order, found in records
     ]
 
 

@@ -298,7 +298,7 @@ class Engine:
             sequence.stats.draft_failures += 1
 
     def _run(self, batch: RaggedBatch, steps: list[_Step]) -> tuple[list[Tensor], float]:
-        """Per step the logits [nodes, vocab] of its proposal, root first (mid-prefill: none); seconds of `_show_context`.
+        """Per step the logits [nodes, vocab] of its proposal, root first (mid-prefill: none); how long reading took.
 
         Tokens that a drafter has run through the first layers join where it stopped: each token passes each layer once.
         """

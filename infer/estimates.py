@@ -1,10 +1,10 @@
 """How likely is a candidate to be the next token? Online logistic regression over where the candidate comes from.
 
 Every source of candidates puts each of its tokens into a class (a record of the model's own probabilities: by that
-probability; an n-gram: by its length, counts and recency), and every class has a weight. A token's log-odds are the sum of
-its classes' weights and of weights for the place, so sources that agree add up. The weights begin at a prior that ships
-with the code, follow what verification says, and drift back to the prior where nothing is learned. They hold no text.
-"""
+probability; an n-gram: by its length, counts and recency), and every class has a weight. A token's log-odds are the sum
+of its classes' weights and of weights for the place, so sources that agree add up. The weights begin at a prior that
+ships with the code, follow what verification says, and drift back to the prior where nothing is learned. They hold no
+text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Context:
 class Estimates:
     """The weights. rate: step of the regression. drift: share of the way back to the prior at each use of a weight."""
 
-    def __init__(self, rate: float = 0.02, drift: float = 0.001, prior: Mapping[str, str] = PRIOR) -> None:
+    def __init__(self, rate: float = 0.01, drift: float = 0.001, prior: Mapping[str, str] = PRIOR) -> None:
         self.rate, self.drift = rate, drift
         self.prior = read_prior(prior)
         self.weights = list(self.prior)

@@ -26,7 +26,8 @@ from .request import Sequence
 RETRIEVED, GUESSED = "ngram", "last-logit"
 """Labels of nodes. A proposal holds a retrieved one exactly when a lookup whose result had room matched."""
 
-Tree, Shared = Literal["adaptive", "paper"], Literal["namespace", "none"]
+Tree = Literal["adaptive", "paper"]
+Shared = Literal["namespace", "none"]
 TREES, SHARED = get_args(Tree), get_args(Shared)
 
 
@@ -52,16 +53,16 @@ class LogitSpecDrafter(Drafter):
     tree: "paper", the text's continuation after the root and after each of the likely tokens that the root was not; or
         "adaptive", which adds sources, learns what each is worth, and takes the likeliest paths: see AdaptiveTrees.
     capacity: nodes of the tree, root included, where neither engine nor request says otherwise.
-    k: how many of the likeliest tokens of a row of logits are candidates; the root, normally the best of the last ones, is
-        passed over. 0 leaves retrieval alone. None is 60 for the paper's tree, 16 for the adaptive one.
+    k: how many of the likeliest tokens of a row of logits are candidates; the root, normally the best of the last ones,
+        is passed over. 0 leaves retrieval alone. None is 60 for the paper's tree, 16 for the adaptive one.
     max_ngram: longest n-gram looked up, backing off to a single token. None is 3 and 6.
     shared: adaptive: "namespace", requests of one namespace draft from each other's texts; "none", they do not.
     remembered: adaptive: entries kept of each table that a namespace shares. ttl: seconds until one is forgotten.
     prompt_logits: adaptive: learn from the model's logits over the prompt too; they cost an unembedding a row.
     retrieved: paper: tokens taken after a match.
-    prune: paper: ((rank, length), ...) with rising ranks: a guess up to that rank keeps `length` tokens, itself included,
-        and one beyond the last rank only itself. Ranks are indices among the k, so with the root at 0 the first guess
-        has rank 1. What follows the root itself is not pruned.
+    prune: paper: ((rank, length), ...) with rising ranks: a guess up to that rank keeps `length` tokens, itself
+        included, and one beyond the last rank only itself. Ranks are indices among the k, so with the root at 0 the
+        first guess has rank 1. What follows the root itself is not pruned.
     clock: what `ttl` goes by.
 
     Raises ValueError naming the argument and what would be valid.

@@ -59,7 +59,7 @@ class Continuations:
                 self.table.put(tail[first:], owner, counts, now)
 
     def longest(self, tail: tuple[int, ...], most: int, now: float) -> tuple[int, dict[int, int]]:
-        """(length of the longest suffix of `tail` that is known, {token: count} after it); none is longer than `most`."""
+        """(length of the longest known suffix of `tail`, {token: count} after it); none is longer than `most`."""
         for length in range(min(most, len(tail)), 0, -1):
             found = self.table.get(tail[-length:], now)
             if found is not None:
@@ -68,7 +68,7 @@ class Continuations:
 
 
 class Successors:
-    """The likely next tokens after each n-gram of up to `max_order` tokens, as the model had them when it last ran it."""
+    """The likely next tokens after each n-gram of up to `max_order` tokens, as of when the model last ran it."""
 
     def __init__(self, max_order: int, limit: int | None = None, ttl: float | None = None) -> None:
         self.tables = [Table(limit, ttl) for _ in range(max_order)]

@@ -175,13 +175,16 @@ def recorded(engine: Engine, items: Sequence[Item], max_new_tokens: int, k: int)
         place = order.index(done.request_id)
         token_ids, question = [*done.prompt_ids, *done.token_ids], items[place].question
         top_ids, top_logprobs = score(engine.model, token_ids, k)
-        yield place, RecordedText(
-            question.question_id,
-            question.category,
-            np.array(token_ids, dtype=np.int32),
-            len(done.prompt_ids),
-            top_ids.numpy().astype(np.int32),
-            top_logprobs.numpy(),
+        yield (
+            place,
+            RecordedText(
+                question.question_id,
+                question.category,
+                np.array(token_ids, dtype=np.int32),
+                len(done.prompt_ids),
+                top_ids.numpy().astype(np.int32),
+                top_logprobs.numpy(),
+            ),
         )
 
 

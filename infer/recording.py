@@ -1,7 +1,7 @@
 """Recordings of plain greedy decoding: what drafters can be evaluated on without a model.
 
-A folder of one .npz file per text, so that an interrupted run keeps what it has, and meta.json, which says how they were
-made and which texts belong to it. Only numbers are stored: reading never unpickles.
+A folder of one .npz file per text, so that an interrupted run keeps what it has, and meta.json, which says how they
+were made and which texts belong to it. Only numbers are stored: reading never unpickles.
 """
 
 from __future__ import annotations

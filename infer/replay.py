@@ -7,21 +7,18 @@ the engine does, one text after the other; steps are verified and counted by the
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .build import LogitSpecOptions, PromptLookupOptions, did_you_mean, option
-from .files import replace_file
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from ..modules.acceptance import Verdict
     from ..modules.token_tree import TokenTree
@@ -138,7 +135,7 @@ def parse_variants(options: ReplayOptions) -> list[Variant]:
         for value in values:
             if value not in valid:
                 raise ValueError(f"{name} must be among {', '.join(valid)}, got {value!r}{did_you_mean(value, valid)}")
-    variants = []
+    variants: list[Variant] = []
     for method in _names(options.methods):
         if method == "logitspec":
             variants += _logitspec_variants(options)

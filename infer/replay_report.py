@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from .replay import Outcome
 
 DEFINITIONS = {
-    "MAT": "emitted tokens by passes of the target that gave logits, the pass over the prompt and the bonus or corrected"
-    " token included; plain decoding is exactly 1",
+    "MAT": "emitted tokens by passes of the target that gave logits, the pass over the prompt included, and the bonus"
+    " or corrected token; plain decoding is exactly 1",
     "budget": "nodes of a proposal, root included; a chain has one drafted token less",
-    "ms": "mean milliseconds of a step in `propose`, and in `observe` and `read` together, on the machine of the replay",
+    "ms": "mean milliseconds of a step in `propose`, and in `observe` and `read` together",
 }
 
 
@@ -69,7 +69,9 @@ def _table(report: Mapping[str, Any], cell: Any) -> str:
     rows: dict[str, dict[int, str]] = {}
     for result in report["results"]:
         rows.setdefault(result["method"], {})[result["budget"]] = cell(result)
-    return markdown_table(["method", *map(str, budgets)], [[name, *(r[b] for b in budgets)] for name, r in rows.items()])
+    return markdown_table(
+        ["method", *map(str, budgets)], [[name, *(r[b] for b in budgets)] for name, r in rows.items()]
+    )
 
 
 def mat_table(report: Mapping[str, Any]) -> str:

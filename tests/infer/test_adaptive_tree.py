@@ -94,7 +94,10 @@ def test_a_tree_keeps_to_its_bounds_and_its_likeliest_nodes_come_first() -> None
         sequence.draft_tokens = size
         trees[size] = propose(drafter, sequence)
         assert len(trees[size]) == size
-    paths = {size: {tuple(tree.token_ids[n] for n in tree.path_to(m)) for m in range(len(tree))} for size, tree in trees.items()}
+    paths = {
+        size: {tuple(tree.token_ids[n] for n in tree.path_to(m)) for m in range(len(tree))}
+        for size, tree in trees.items()
+    }
     for small, large in pairwise(sorted(paths)):
         assert paths[small] <= paths[large]
     sequence.max_depth = 1

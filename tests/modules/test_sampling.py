@@ -430,7 +430,7 @@ def test_greedy_ids_are_each_rows_argmax(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("vocab", [5, 300, 64 * 40, 64 * 40 + 7])
 def test_the_likeliest_are_those_of_a_full_sort_wherever_they_lie(vocab: int) -> None:
-    """Fails if a column is left out, or the tail behind the last whole layer, or if places are counted within a layer."""
+    """Fails if a column or the tail behind the last layer is left out, or if places are counted within a layer."""
     logits = torch.randperm(3 * vocab, generator=make_generator(0)).view(3, vocab).double() / vocab
     logits[1, -1] = logits[2, 0] = 9.0
     ids, values = likeliest(logits, 12)
