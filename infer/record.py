@@ -51,6 +51,7 @@ def record(options: RecordOptions) -> None:
     questions = _chosen(options)
     prepared = prepare(options, ["ar"])
     chat = prepared.is_chat(options.chat)
+    _check_prompts(prepared, questions, chat, options.max_new_tokens)
     folder = Path(options.output)
     _check_folder(folder, options, questions)
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,10 +78,23 @@ def _chosen(options: RecordOptions) -> list[Question]:
     if not options.rest:
         return chosen
     taken = {question.question_id for question in chosen}
-    rest = select([question for question in everything if question.question_id not in taken] or chosen)
     if len(taken) == len(everything):
-        raise ValueError("rest leaves no question: per_group, stride and limit choose all of them")
-    return rest
+        raise ValueError("rest must leave questions: per_group, stride and limit choose all of them")
+    return select([question for question in everything if question.question_id not in taken])
+
+
+def _check_prompts(prepared: Prepared, questions: Sequence[Question], chat: bool, max_new_tokens: int) -> None:
+    """Raise ValueError, naming the question, for a prompt that the model has no room for."""
+    intake = prepared.intake()
+    room = intake.max_length - max_new_tokens
+    for question in questions:
+        text = question.turns[0]
+        length = len(intake.encode([{"role": "user", "content": text}] if chat else text))
+        if length > room:
+            raise ValueError(
+                f"question_id {question.question_id!r}: the prompt has {length} tokens; with max_new_tokens "
+                f"{max_new_tokens} at most {room} fit"
+            )
 
 
 def _meta(options: RecordOptions, questions: Sequence[Question]) -> dict[str, Any]:
@@ -145,9 +159,9 @@ def _record_missing(
     engine = build_engine(prepared)
     asked = [questions[index] for index in missing]
     items, left_out = make_items(engine, asked, "first", chat, options.max_new_tokens)
-    if left_out:
+    if left_out:  # the cache is smaller than the context
         question_id, reason = next(iter(left_out.items()))
-        raise ValueError(f"{options.data}: question {question_id!r} cannot be recorded: {reason}")
+        raise ValueError(f"question_id {question_id!r} cannot be recorded: {reason}; a larger kv_memory helps")
     facts = {"vocab_size": engine.model.vocab_size, "stop_ids": sorted(engine.model.eos_token_ids)}
     write_meta(folder, read_meta(folder) | {"model": facts})
     with tqdm(total=len(questions), initial=len(questions) - len(missing), unit="text", disable=None) as bar:
