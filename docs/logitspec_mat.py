@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--output", default="docs/bench/logitspec-mat.md")
     options = parser.parse_args()
     model, tokenizer = load_model(options.model, dtype="float32")
-    engine = Engine(model, tokenizer, [LogitSpecDrafter(k=64, capacity=64, max_ngram=3, retrieved=20)])
+    engine = Engine(model, tokenizer, [LogitSpecDrafter(k=64, capacity=64, max_ngram=3, retrieved=20, tree="paper")])
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for question in tqdm(select(read_questions(options.data), per_group=4, stride=10)):
         figures = count(engine, engine.encode([{"role": "user", "content": question.turns[0]}]))

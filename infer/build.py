@@ -52,11 +52,16 @@ class ModelOptions:
 class LogitSpecOptions:
     """LogitSpec's drafter."""
 
-    k: int = option(60, "next-next tokens guessed from the last logits")
+    k: int | None = option(None, "candidates from a row of logits; if unset 16, for the paper's tree 60")
     capacity: int | None = option(None, "nodes of the tree, root included; if unset 64, on a CPU 8")
-    max_ngram: int = option(3, "longest n-gram that is looked up")
-    retrieved: int = option(20, "tokens taken after a match")
-    prune: tuple[tuple[int, int], ...] = option(((8, 4), (32, 3)), "[[rank, length], ...]: continuations by rank")
+    max_ngram: int | None = option(None, "longest n-gram that is looked up; if unset 6, for the paper's tree 3")
+    retrieved: int = option(20, "paper's tree: tokens taken after a match")
+    prune: tuple[tuple[int, int], ...] = option(((8, 4), (32, 3)), "paper's: [[rank, length], ...] of continuations")
+    tree: Literal["adaptive", "paper"] = option("adaptive", "adaptive: more sources, best first by learned estimates")
+    shared: Literal["namespace", "none"] = option("namespace", "whether requests draft from each other's texts")
+    remembered: int = option(20_000, "entries kept of each table that requests share")
+    ttl: float = option(3600.0, "seconds after which they are forgotten")
+    prompt_logits: bool = option(True, "learn from the model's logits over the prompt too, an unembedding a row")
 
 
 @dataclass(kw_only=True)
@@ -501,7 +506,8 @@ def _hispec(prepared: Prepared, exits: EarlyExits) -> Drafter:
 
 
 def _hispec_logitspec(prepared: Prepared, exits: EarlyExits) -> Drafter:
-    return _over(_logitspec(prepared), prepared, exits)
+    paper = replace(prepared.options.logitspec, tree="paper")  # what layers below say is not what the model says
+    return _over(_logitspec(replace(prepared, options=replace(prepared.options, logitspec=paper))), prepared, exits)
 
 
 def _hispec_prompt_lookup(prepared: Prepared, exits: EarlyExits) -> Drafter:

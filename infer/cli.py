@@ -24,6 +24,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("answer a prompt, or a file of prompts", ".generate:generate"),
     "verify": ("check on your own model that the text is that of plain decoding", ".verify:verify"),
     "bench": ("measure methods against each other and against transformers", ".bench:bench"),
+    "record": ("store what a model says, to evaluate drafters without it", ".record:record"),
+    "replay": ("evaluate drafters on a recording", ".replay:replay"),
     "demo": ("see it work on a small model", ".demo:demo"),
     "fit": ("train exit heads, models that exit early, or verifiers", "speclight.train.cli:fit"),
     "validate": ("measure a checkpoint on the validation data", "speclight.train.cli:validate"),

@@ -105,6 +105,16 @@ class Drafter:
         """
         return [TokenTree.root(sequence.token_ids[-1]) for sequence in sequences]
 
+    def unread(self, sequence: Sequence, start: int, stop: int) -> SequenceOf[int]:
+        """Which of the positions [start, stop), all before a root, it wants to `read` in this pass; rising.
+
+        A pass over a prompt makes no logits but the root's unless a drafter asks: each row costs an unembedding.
+        """
+        return ()
+
+    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
+        """logits: [positions, vocab] raw target logits after these tokens. Valid during the call."""
+
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """Learn from verified steps. Called once per pass, before what was emitted is handed to the user."""
 

@@ -1,25 +1,135 @@
 """LogitSpec: the last logits guess the token after next, and retrieval extends every guess (arXiv 2507.01449).
 
-Training-free. The proposal follows from the text and the last logits alone and carries no distributions, so verifying
-it is exact at any temperature. Unlike the authors' code the branches are merged into a trie: a token proposed twice at
-the same place is run once, and the room that saves goes to further guesses.
+Training-free. The proposal follows from the text, what was remembered of earlier ones and the last logits, and carries
+no distributions, so verifying it is exact at any temperature. Two kinds of trees: the paper's, here, and the ones that
+`adaptive_tree` grows best first. Unlike in the authors' code the paper's branches are merged into a trie: a token
+proposed twice at the same place is run once, and the room that saves goes to further guesses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
 
 import torch
+from torch import Tensor
 
 from ..modules.token_tree import TokenTree
+from .adaptive_tree import AdaptiveTrees
 from .drafter import Drafter, Observation
 from .ngram_index import NgramIndex
 from .request import Sequence
 
 RETRIEVED, GUESSED = "ngram", "last-logit"
 """Labels of nodes. A proposal holds a retrieved one exactly when a lookup whose result had room matched."""
+
+Tree = Literal["adaptive", "paper"]
+Shared = Literal["namespace", "none"]
+TREES, SHARED = get_args(Tree), get_args(Shared)
+
+
+class Trees(Protocol):
+    """Where a LogitSpecDrafter's trees come from; the methods are those of Drafter."""
+
+    def tree(self, sequence: Sequence) -> TokenTree: ...
+
+    def observe(self, observations: SequenceOf[Observation]) -> None: ...
+
+    def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]: ...
+
+    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None: ...
+
+    def release(self, sequence_id: int) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class LogitSpecDrafter(Drafter):
+    """Drafts a tree from the last logits' candidates and from retrieval.
+
+    tree: "paper", the text's continuation after the root and after each of the likely tokens that the root was not; or
+        "adaptive", which adds sources, learns what each is worth, and takes the likeliest paths: see AdaptiveTrees.
+    capacity: nodes of the tree, root included, where neither engine nor request says otherwise.
+    k: how many of the likeliest tokens of a row of logits are candidates; the root, normally the best of the last ones,
+        is passed over. 0 leaves retrieval alone. None is 60 for the paper's tree, 16 for the adaptive one.
+    max_ngram: longest n-gram looked up, backing off to a single token. None is 3 and 6.
+    shared: adaptive: "namespace", requests of one namespace draft from each other's texts; "none", they do not.
+    remembered: adaptive: entries kept of each table that a namespace shares. ttl: seconds until one is forgotten.
+    prompt_logits: adaptive: learn from the model's logits over the prompt too; they cost an unembedding a row.
+    retrieved: paper: tokens taken after a match.
+    prune: paper: ((rank, length), ...) with rising ranks: a guess up to that rank keeps `length` tokens, itself
+        included, and one beyond the last rank only itself. Ranks are indices among the k, so with the root at 0 the
+        first guess has rank 1. What follows the root itself is not pruned.
+    clock: what `ttl` goes by.
+
+    Raises ValueError naming the argument and what would be valid.
+    """
+
+    name = "logitspec"
+    retrieves = True
+
+    def __init__(
+        self,
+        k: int | None = None,
+        capacity: int = 64,
+        max_ngram: int | None = None,
+        retrieved: int = 20,
+        prune: SequenceOf[SequenceOf[int]] = ((8, 4), (32, 3)),
+        tree: Tree = "adaptive",
+        shared: Shared = "namespace",
+        remembered: int = 20_000,
+        ttl: float = 3600.0,
+        prompt_logits: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, choice, valid in (("tree", tree, TREES), ("shared", shared, SHARED)):
+            if choice not in valid:
+                raise ValueError(f"{name} must be one of {', '.join(valid)}, got {choice!r}")
+        k_default, ngram_default = (60, 3) if tree == "paper" else (16, 6)
+        self.k = k_default if k is None else k
+        self.max_ngram = ngram_default if max_ngram is None else max_ngram
+        for name, value, least in (
+            ("k", self.k, 0),
+            ("capacity", capacity, 1),
+            ("max_ngram", self.max_ngram, 1),
+            ("retrieved", retrieved, 1),
+            ("remembered", remembered, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not ttl > 0:
+            raise ValueError(f"ttl must be above 0 seconds, got {ttl}")
+        self.capacity, self.retrieved = capacity, retrieved
+        lengths = _branch_lengths(prune, self.k)
+        self._trees: Trees = (
+            PaperTrees(self.k, self.max_ngram, retrieved, lengths)
+            if tree == "paper"
+            else AdaptiveTrees(self.max_ngram, self.k, shared == "namespace", remembered, ttl, prompt_logits, clock)
+        )
+
+    def default_draft_tokens(self) -> int:
+        return self.capacity
+
+    def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
+        return [self._trees.tree(sequence) for sequence in sequences]
+
+    def observe(self, observations: SequenceOf[Observation]) -> None:
+        self._trees.observe(observations)
+
+    def unread(self, sequence: Sequence, start: int, stop: int) -> SequenceOf[int]:
+        return self._trees.unread(sequence, start, stop)
+
+    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
+        self._trees.read(sequence, positions, logits)
+
+    def release(self, sequence_id: int) -> None:
+        self._trees.release(sequence_id)
+
+    def reset(self) -> None:
+        self._trees.reset()
 
 
 @dataclass
@@ -30,44 +140,12 @@ class _State:
     ranked: list[int] = field(default_factory=list)
 
 
-class LogitSpecDrafter(Drafter):
-    """Drafts a tree: the text's continuation after the root, and after each of the likely tokens that the root was not.
+class PaperTrees:
+    """The paper's: nothing is shared between texts, and nothing is learned. branch_lengths: tokens kept, by rank."""
 
-    k: how many of the last logits' best tokens are candidates for the token after next; the root, normally the best
-        of them, is passed over. 0 leaves retrieval alone.
-    capacity: nodes of the tree, root included, where neither engine nor request says otherwise.
-    max_ngram: longest n-gram looked up, backing off to a single token. retrieved: tokens taken after a match.
-    prune: ((rank, length), ...) with rising ranks: a guess up to that rank keeps `length` tokens, itself included, and
-        one beyond the last rank only itself. Ranks are indices among the k, so with the root at 0 the first guess has
-        rank 1. What follows the root itself is not pruned.
-
-    Raises ValueError naming the argument and what would be valid.
-    """
-
-    name = "logitspec"
-    retrieves = True
-
-    def __init__(
-        self,
-        k: int = 60,
-        capacity: int = 64,
-        max_ngram: int = 3,
-        retrieved: int = 20,
-        prune: SequenceOf[SequenceOf[int]] = ((8, 4), (32, 3)),
-    ) -> None:
-        for name, value, least in (("k", k, 0), ("capacity", capacity, 1), ("retrieved", retrieved, 1)):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-        self.k, self.capacity, self.max_ngram, self.retrieved = k, capacity, max_ngram, retrieved
-        self.branch_lengths = _branch_lengths(prune, k)
-        NgramIndex(max_ngram, retrieved)  # refuses a wrong max_ngram now, not at the first proposal
+    def __init__(self, k: int, max_ngram: int, retrieved: int, branch_lengths: SequenceOf[int]) -> None:
+        self.k, self.max_ngram, self.retrieved, self.branch_lengths = k, max_ngram, retrieved, branch_lengths
         self._states: dict[int, _State] = {}
-
-    def default_draft_tokens(self) -> int:
-        return self.capacity
-
-    def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
-        return [self._tree(sequence) for sequence in sequences]
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """Keep the best ids of the logits that the next root was drawn from: one top-k, one transfer for all rows."""
@@ -75,6 +153,12 @@ class LogitSpecDrafter(Drafter):
         ranked = rows.topk(min(self.k, rows.shape[-1])).indices.tolist()
         for seen, token_ids in zip(observations, ranked, strict=True):
             self._state(seen.sequence).ranked = token_ids
+
+    def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]:
+        return []
+
+    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
+        raise AssertionError("nothing was asked for")
 
     def release(self, sequence_id: int) -> None:
         self._states.pop(sequence_id, None)
@@ -88,7 +172,7 @@ class LogitSpecDrafter(Drafter):
             state = self._states[sequence.sequence_id] = _State(NgramIndex(self.max_ngram, self.retrieved))
         return state
 
-    def _tree(self, sequence: Sequence) -> TokenTree:
+    def tree(self, sequence: Sequence) -> TokenTree:
         trie = _Trie(sequence.token_ids[-1], sequence.draft_tokens)
         if trie.is_full or sequence.max_depth < 1:
             return trie.tree()

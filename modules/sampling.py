@@ -160,6 +160,33 @@ def logprobs(logits_row: Row, token_id: int, top: int) -> tuple[float, dict[int,
     return float(values[token_id]), dict(zip(ids.tolist(), best.tolist(), strict=True))
 
 
+DEEP = 64
+"""Logits that `likeliest` folds onto each other: few enough to sort what is left, many enough to leave little."""
+
+
+def likeliest(logits: Float[Tensor, "rows vocab"], k: int) -> tuple[Int[Tensor, "rows k"], Float[Tensor, "rows k"]]:
+    """The k most likely ids of each row, best first, and their log-probabilities in at least float32.
+
+    With the vocabulary folded into DEEP layers, the best k lie in the k columns with the greatest maxima: one pass at
+    the speed of memory and a sort of few, where torch.topk over 49152 logits takes several times as long on a CPU. Of
+    equals at the end any may be taken.
+    """
+    rows, vocab = logits.shape
+    k, width = min(k, vocab), vocab // DEEP
+    if width <= 2 * k:
+        values, ids = logits.topk(k)
+    else:
+        folded = logits[:, : DEEP * width].unflatten(1, (DEEP, width))
+        columns = folded.amax(dim=1).topk(k).indices[:, None, :].expand(rows, DEEP, k)
+        layers = torch.arange(DEEP, device=logits.device)[:, None] * width
+        rest = torch.arange(DEEP * width, vocab, device=logits.device).expand(rows, -1)
+        candidates = torch.cat((folded.gather(2, columns).flatten(1), logits[:, DEEP * width :]), dim=1)
+        values, chosen = candidates.topk(k)
+        ids = torch.cat(((columns + layers).flatten(1), rest), dim=1).gather(1, chosen)
+    dtype = _at_least_float32(logits)
+    return ids, values.to(dtype) - logits.to(dtype).logsumexp(dim=-1, keepdim=True)
+
+
 def make_generator(
     seed: int | None, index: int = 0, device: torch.device | str = "cpu", stream: int = 0
 ) -> torch.Generator:

@@ -119,7 +119,7 @@ def expected() -> dict[tuple[int, ...], list[int]]:
     return texts
 
 
-DRAFTERS = ["ar", "prompt-lookup", "logitspec", "draft-model", "draft-same", "random-tree", "oracle"]
+DRAFTERS = ["ar", "prompt-lookup", "logitspec", "logitspec-paper", "draft-model", "draft-same", "random-tree", "oracle"]
 DRAFTERS += ["early-exit", "early-exit-last", "hispec", "hispec-wide", "hispec+logitspec", "hispec+prompt-lookup"]
 DRAFTERS += ["hispec+random-tree"]
 WITH_HEADS = ["early-exit-block", "hispec-adapter", "hispec-block", "hispec-block+logitspec"]
@@ -141,7 +141,8 @@ def drafter(name: str) -> Drafter:
     return {
         "ar": Drafter,
         "prompt-lookup": lambda: PromptLookupDrafter(num_tokens=4),
-        "logitspec": lambda: LogitSpecDrafter(k=8, capacity=12, retrieved=5),
+        "logitspec": lambda: LogitSpecDrafter(k=8, capacity=12),
+        "logitspec-paper": lambda: LogitSpecDrafter(k=8, capacity=12, retrieved=5, tree="paper"),
         "draft-model": lambda: DraftModelDrafter(tiny_lm(seed=1), num_tokens=3, block_size=4),
         "draft-same": lambda: DraftModelDrafter(tiny_lm(), num_tokens=3, block_size=4),
         "random-tree": RandomTreeDrafter,
@@ -264,7 +265,8 @@ def table_drafter(name: str) -> Drafter:
     return {
         "ar": Drafter,
         "prompt-lookup": lambda: PromptLookupDrafter(num_tokens=2),
-        "logitspec": lambda: LogitSpecDrafter(k=3, capacity=6, retrieved=3),
+        "logitspec": lambda: LogitSpecDrafter(k=3, capacity=6),
+        "logitspec-paper": lambda: LogitSpecDrafter(k=3, capacity=6, retrieved=3, tree="paper"),
         "draft-model": lambda: DraftModelDrafter(TableLM(random_table(VOCAB, seed=7)), num_tokens=2),
         "draft-greedy": lambda: DraftModelDrafter(
             TableLM(random_table(VOCAB, seed=7)), num_tokens=2, draft_temperature=0.0
@@ -286,8 +288,8 @@ def exit_head(seed: int):
     return TableLM.exit(random_table(VOCAB, seed=seed))
 
 
-LAW_DRAFTERS = ["ar", "prompt-lookup", "logitspec", "draft-model", "draft-greedy", "draft-hot", "random-tree"]
-LAW_DRAFTERS += ["early-exit", "hispec", "hispec-one", "hispec+logitspec"]
+LAW_DRAFTERS = ["ar", "prompt-lookup", "logitspec", "logitspec-paper", "draft-model", "draft-greedy", "draft-hot"]
+LAW_DRAFTERS += ["random-tree", "early-exit", "hispec", "hispec-one", "hispec+logitspec"]
 
 
 # (sequences in a pass, block size, blocks): some are too few for all, so that sequences are preempted
@@ -365,7 +367,7 @@ def test_a_wrong_rule_would_fail_the_law_test():
     assert _chi_square(table, [2, 1, 2, 1], counts, runs) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["prompt-lookup", "logitspec", "random-tree", "oracle"])
+@pytest.mark.parametrize("name", ["prompt-lookup", "logitspec", "logitspec-paper", "random-tree", "oracle"])
 def test_a_seeded_sampled_text_equals_plain_decodings_where_nothing_was_drawn(name):
     """Proposals without distributions leave even the sampled text untouched: one draw per emitted token, in order."""
     params = GenerationParams(max_new_tokens=20, temperature=0.8, top_k=20, seed=42)

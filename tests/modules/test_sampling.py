@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from speclight.modules.acceptance import Dense, Distribution, OneHot
-from speclight.modules.sampling import LogitsPipeline, SamplingParams, greedy_ids, logprobs, make_generator
+from speclight.modules.sampling import LogitsPipeline, SamplingParams, greedy_ids, likeliest, logprobs, make_generator
 from support import hf_tiny
 from torch import Tensor
 from transformers import LogitsProcessor
@@ -426,6 +426,18 @@ def test_greedy_ids_are_each_rows_argmax(dtype: torch.dtype) -> None:
         greedy_ids(torch.tensor([ROW, [0.0, NAN, 0.0, 0.0]]))
     with pytest.raises(ValueError, match="all 4 tokens are banned"):
         greedy_ids(torch.tensor([ROW, [-INF] * 4]))
+
+
+@pytest.mark.parametrize("vocab", [5, 300, 64 * 40, 64 * 40 + 7])
+def test_the_likeliest_are_those_of_a_full_sort_wherever_they_lie(vocab: int) -> None:
+    """Fails if a column or the tail behind the last layer is left out, or if places are counted within a layer."""
+    logits = torch.randperm(3 * vocab, generator=make_generator(0)).view(3, vocab).double() / vocab
+    logits[1, -1] = logits[2, 0] = 9.0
+    ids, values = likeliest(logits, 12)
+    expected = logits.log_softmax(-1).sort(descending=True)
+    torch.testing.assert_close(values, expected.values[:, :12])
+    assert ids.tolist() == expected.indices[:, :12].tolist()
+    assert likeliest(logits.bfloat16(), 1)[1].dtype == torch.float32
 
 
 def test_logprobs_are_log_softmax_of_the_raw_row_best_first() -> None:

@@ -1,0 +1,311 @@
+"""Retrieval trees grown best first: LogitSpec's idea with more sources, and with estimates of what each is worth.
+
+Candidates for a place in the tree come from the continuations of the longest n-gram that matches there, in the text
+and in the namespace's other texts; from the successors that the model itself found likely when it last ran the same
+token, pair or triple (token recycling, Luo et al. 2025); and from the last logits, whose other candidates often come
+one token later (LogitSpec, 3.2). `Estimates` says how likely each is, a path is as likely as the product along it, and
+the likeliest path is added until the tree is full. A place whose children could no longer get in is never looked at.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..modules.sampling import likeliest
+from ..modules.token_tree import TokenTree
+from .drafter import Observation
+from .estimates import NGRAM, OFFSETS, ORDERS, PROBABILITIES, Context, Estimates
+from .recall import Continuations, Entry, Memory, Namespaces, continuation_classes
+from .request import Sequence
+
+GUESS, SUCCESSOR = "last-logit", "successor"
+MAX_ORDER = 3
+"""Longest n-gram that has successors."""
+BEST = 0.98
+"""No candidate is taken to be likelier than this: bounds what a place can still bring."""
+
+
+@dataclass
+class Grown:
+    """A tree and how it came about. tails: the last tokens up to each node; orders: the longest n-gram that its
+    parent's place had; scores: estimated probabilities of being accepted; contexts: None where nothing was looked up.
+    """
+
+    token_ids: list[int]
+    tails: list[tuple[int, ...]]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    scores: list[float] = field(default_factory=lambda: [1.0])
+    labels: list[str] = field(default_factory=lambda: [""])
+    contexts: list[Context | None] = field(default_factory=lambda: [None])
+    children: list[dict[int, int]] = field(default_factory=lambda: [{}])
+
+    def add(self, parent: int, token_id: int, score: float, max_tail: int) -> int:
+        node = len(self.token_ids)
+        context = self.contexts[parent]
+        assert context is not None, "a node's children come from its context"
+        self.token_ids.append(token_id)
+        self.tails.append((*self.tails[parent], token_id)[-max_tail:])
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.scores.append(score)
+        self.labels.append(context.label(token_id))
+        self.contexts.append(None)
+        self.children.append({})
+        self.children[parent][token_id] = node
+        return node
+
+    def tree(self) -> TokenTree:
+        return TokenTree(self.token_ids, self.parents, sources=self.labels)
+
+
+@dataclass
+class _State:
+    """What is kept of one text. num_known: tokens in `texts`; num_read: positions whose logits were seen.
+
+    guesses, earlier: {token: class} of the logits that the root was drawn from, and of those before.
+    """
+
+    owner: int
+    namespace: str
+    texts: Continuations
+    private: Memory | None
+    num_known: int = 0
+    num_read: int = 0
+    guesses: dict[int, int] = field(default_factory=dict)
+    earlier: dict[int, int] = field(default_factory=dict)
+    grown: Grown | None = None
+    last_places: frozenset[int] | None = None
+
+
+class AdaptiveTrees:
+    """Grows trees for many texts, and learns from what becomes of them.
+
+    max_ngram: longest n-gram looked up. num_likely: likeliest tokens kept of a row of logits. shares: whether texts of
+    one namespace draft for each other. limit, ttl: of what is shared, see Memory. reads_prompt: whether the logits of
+    the prompt's tokens are asked for. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        max_ngram: int,
+        num_likely: int,
+        shares: bool,
+        limit: int,
+        ttl: float | None,
+        reads_prompt: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.max_ngram, self.num_likely, self.shares, self.reads_prompt = max_ngram, num_likely, shares, reads_prompt
+        self.clock, self.estimates = clock, Estimates()
+        self.namespaces = Namespaces(max_ngram, MAX_ORDER, limit, ttl)
+        self._states: dict[int, _State] = {}
+        self._owners = itertools.count()
+
+    # -- what a drafter does -------------------------------------------------------------------------------------
+
+    def tree(self, sequence: Sequence) -> TokenTree:
+        state = self._state(sequence)
+        state.grown = None
+        if sequence.draft_tokens <= 1 or sequence.max_depth < 1:
+            return TokenTree.root(sequence.token_ids[-1])
+        now = self.clock()
+        self._take_in(state, sequence, now)
+        state.guesses.pop(sequence.token_ids[-1], None)
+        state.grown = self.grow(state, sequence.token_ids, sequence.draft_tokens, sequence.max_depth, now)
+        return state.grown.tree()
+
+    def observe(self, observations: SequenceOf[Observation]) -> None:
+        """One `likeliest` over the rows of all accepted paths, one transfer."""
+        rows = self._classes(torch.cat([seen.logits[seen.verdict.path] for seen in observations]))
+        for seen in observations:
+            path, rows = rows[: len(seen.verdict.path)], rows[len(seen.verdict.path) :]
+            self._learn(seen, path)
+
+    def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]:
+        """Of each pair of tokens the last place in the prompt: there it says most, and one row does for many."""
+        if not self.reads_prompt:
+            return []
+        state = self._state(sequence)
+        if state.last_places is None:
+            pairs = zip([-1, *sequence.token_ids], sequence.token_ids, strict=False)
+            state.last_places = frozenset({pair: place for place, pair in enumerate(pairs)}.values())
+        return [place for place in range(max(start, state.num_read), stop) if place in state.last_places]
+
+    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
+        state, now = self._state(sequence), self.clock()
+        memory = self._memory(state)
+        for position, likely in zip(positions, self._classes(logits), strict=True):
+            tail = tuple(sequence.token_ids[max(position + 1 - MAX_ORDER, 0) : position + 1])
+            memory.successors.remember(tail, likely, state.owner, now)
+        state.num_read = max(state.num_read, positions[-1] + 1)
+
+    def release(self, sequence_id: int) -> None:
+        self._states.pop(sequence_id, None)
+
+    def reset(self) -> None:
+        self._states.clear()
+        self.namespaces.clear()
+        self.estimates.reset()
+
+    # -- what is known -------------------------------------------------------------------------------------------
+
+    def _state(self, sequence: Sequence) -> _State:
+        state = self._states.get(sequence.sequence_id)
+        if state is None:
+            private = None if self.shares else Memory(self.max_ngram, MAX_ORDER)
+            state = _State(next(self._owners), sequence.params.namespace, Continuations(self.max_ngram), private)
+            self._states[sequence.sequence_id] = state
+        return state
+
+    def _memory(self, state: _State) -> Memory:
+        return self.namespaces.of(state.namespace) if state.private is None else state.private
+
+    def _take_in(self, state: _State, sequence: Sequence, now: float) -> None:
+        """Index what was emitted since; what is tentative is only context."""
+        token_ids = sequence.token_ids[: len(sequence.token_ids) - sequence.num_tentative]
+        state.texts.extend(token_ids, state.num_known, state.owner, now)
+        if state.private is None:
+            self._memory(state).texts.extend(token_ids, state.num_known, state.owner, now)
+        state.num_known = max(len(token_ids), state.num_known)
+
+    def _learn(self, seen: Observation, likely: list[dict[int, int]]) -> None:
+        state, sequence = self._state(seen.sequence), seen.sequence
+        state.earlier = likely[-2] if len(likely) > 1 else state.guesses
+        state.guesses = dict(likely[-1])
+        if sequence.num_tentative:  # what an intermediate layer says of its own drafts
+            return
+        if state.grown is not None:
+            self._settle(state, state.grown, seen.verdict.emitted(seen.tree))
+        now, memory = self.clock(), self._memory(state)
+        path = [seen.tree.token_ids[node] for node in seen.verdict.path[1:]]
+        text = [*sequence.token_ids[-MAX_ORDER:], *path]
+        for end, row in enumerate(likely, start=len(text) - len(path)):
+            memory.successors.remember(tuple(text[max(end - MAX_ORDER, 0) : end]), row, state.owner, now)
+        state.num_read = max(state.num_read, len(sequence.token_ids) + len(path))
+
+    def _settle(self, state: _State, grown: Grown, emitted: list[int]) -> None:
+        """Teach the estimates every place of the tree that was decided."""
+        node, now = 0, self.clock()
+        for token_id in emitted:
+            context = grown.contexts[node] or self.context(state, grown, node, now)
+            self.estimates.learn(context, token_id)
+            child = grown.children[node].get(token_id)
+            if child is None:
+                return
+            node = child
+
+    def _classes(self, logits: Tensor) -> list[dict[int, int]]:
+        """Per row its likeliest tokens with the classes of their probabilities, likeliest first."""
+        ids, logprobs = likeliest(logits, self.num_likely)
+        logprobs = logprobs.double().nan_to_num(-100.0).clamp(-100.0, -1e-6)
+        log_odds = logprobs - torch.log(-torch.expm1(logprobs))
+        classes = ((log_odds + 7.25) / 0.75).int().clamp(0, PROBABILITIES - 1)
+        return [dict(zip(*row, strict=True)) for row in zip(ids.tolist(), classes.tolist(), strict=True)]
+
+    # -- growing -------------------------------------------------------------------------------------------------
+
+    def context(self, state: _State, grown: Grown, node: int, now: float) -> Context:
+        """Everything known about what follows a node."""
+        tail, depth = grown.tails[node], grown.depths[node]
+        parent = grown.contexts[grown.parents[node]] if node else None
+        most = self.max_ngram if parent is None else parent.order + 1
+        order, counts = state.texts.longest(tail, most, now)
+        sources: list[tuple[str, int, dict[int, int]]] = []
+        ngram = continuation_classes(min(order, ORDERS - 1), counts) if order else {}
+        if order:
+            sources.append((NGRAM, OFFSETS["ngram"], ngram))
+        if order > 1:
+            entry = state.texts.table.get(tail[1 - order :], now)
+            if entry is not None:
+                sources.append((NGRAM, OFFSETS["backoff"], continuation_classes(min(order, ORDERS) - 1, entry[2])))
+        memory = self._memory(state)
+        shared_order = 0
+        if state.private is None:
+            most = self.max_ngram if parent is None else parent.shared_order + 1
+            shared_order, counts = memory.texts.longest(tail, most, now)
+            if shared_order > 1:
+                classes = continuation_classes(min(shared_order, ORDERS - 1), counts)
+                sources.append((NGRAM, OFFSETS["shared-ngram"], classes))
+        records = memory.successors.after(tail, now)
+        sources += _record_sources(records, state.owner)
+        if records and ngram:
+            sources.append((NGRAM, OFFSETS["agreement"], _agreement(order, ngram, records[0][1][2])))
+        if depth < 10 and state.guesses:
+            sources.append((GUESS, OFFSETS["guess"] + PROBABILITIES * min(depth, 3), state.guesses))
+        if depth < 2 and state.earlier:
+            sources.append((GUESS, OFFSETS["earlier-guess"] + PROBABILITIES * depth, state.earlier))
+        place = (
+            OFFSETS["order"] + 6 * min(order, ORDERS - 1) + min(depth, 5),
+            OFFSETS["shared-order"] + min(shared_order, ORDERS - 1),
+            OFFSETS["record"] + _record_class(records, state.owner),
+            OFFSETS["confidence"] + (PROBABILITIES + 1) * (depth == 0) + _confidence(records),
+        )
+        return Context(place, sources, order, shared_order)
+
+    def grow(self, state: _State, token_ids: list[int], capacity: int, max_depth: int, now: float) -> Grown:
+        """A tree of at most `capacity` nodes, root included. The branch and bound keeps the best scores seen so far:
+        what scores less than all of them can never get in."""
+        grown = Grown([token_ids[-1]], [tuple(token_ids[-self.max_ngram :])])
+        room, node = capacity - 1, 0
+        waiting: list[tuple[float, int, int, int]] = []  # (-score, order of arrival, parent, token)
+        best: list[float] = []
+        ticket = itertools.count()
+        while True:
+            bound = best[0] if len(best) == room else 0.0
+            if grown.depths[node] < max_depth and grown.scores[node] * BEST > bound:
+                context = grown.contexts[node] = self.context(state, grown, node, now)
+                for token_id, score in self._scored(context, grown.scores[node], bound):
+                    heapq.heappush(waiting, (-score, next(ticket), node, token_id))
+                    if len(best) < room:
+                        heapq.heappush(best, score)
+                    elif score > best[0]:
+                        heapq.heapreplace(best, score)
+            if not waiting or len(grown.token_ids) == capacity:
+                return grown
+            negative, _, parent, token_id = heapq.heappop(waiting)
+            node = grown.add(parent, token_id, -negative, self.max_ngram)
+            if len(grown.token_ids) == capacity:
+                return grown
+
+    def _scored(self, context: Context, score: float, bound: float) -> list[tuple[int, float]]:
+        """(token, probability of the path to it) of every candidate above the bound."""
+        least = math.log(bound / (score - bound)) if bound > 0.0 else -math.inf
+        found = self.estimates.log_odds(context, least)
+        return [
+            (token_id, min(score / (1.0 + math.exp(-odds)), score * BEST))
+            for token_id, odds in found.items()
+            if odds > least
+        ]
+
+
+def _record_sources(records: list[tuple[int, Entry]], owner: int) -> list[tuple[str, int, dict[int, int]]]:
+    base = OFFSETS["successor"]
+    return [
+        (SUCCESSOR, base + PROBABILITIES * (2 * (order - 1) + (found[1] != owner)), found[2])
+        for order, found in records
+    ]
+
+
+def _record_class(records: list[tuple[int, Entry]], owner: int) -> int:
+    """0 for none, else by the length of the n-gram it is of, and whether it is this text's."""
+    return 2 * records[0][0] + (records[0][1][1] != owner) if records else 0
+
+
+def _confidence(records: list[tuple[int, Entry]]) -> int:
+    """The class of the best record's likeliest token."""
+    return next(iter(records[0][1][2].values()), PROBABILITIES) if records else PROBABILITIES
+
+
+def _agreement(order: int, ngram: dict[int, int], likely: dict[int, int]) -> dict[int, int]:
+    """Classes of tokens that a match and a record both have."""
+    step = 0 if order == 1 else 1 if order == 2 else 2 if order <= 4 else 3
+    return {token_id: PROBABILITIES * step + likely[token_id] for token_id in ngram if token_id in likely}
