@@ -28,7 +28,7 @@ from support import TableLM, random_table
 
 VOCAB, LARGEST_Z = 4, 4.5
 """|z| above 4.5: chance of a false alarm 7e-6 for each score."""
-P_TABLE, Q_TABLE = random_table(VOCAB, 1), random_table(VOCAB, 2)
+P_TABLE, Q_TABLE = random_table(VOCAB, 1), random_table(VOCAB, 11)  # of which OPT defers to the draft in some rows
 
 # --- theory -----------------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def watched(rule, watched_rule=None, kind="early-exit", eos=(), **params) -> The
     done = engine.generate([[2]], given)
     assert not any(one.error for one in done)
     found = Theory.total(watcher.of_text(one.request_id, one.index) for one in done)
-    assert found.accepted >= sum(one.stats.accepted for one in done) > 0
+    assert found.chains > 0 and found.accepted >= sum(one.stats.accepted for one in done)
     return found
 
 
@@ -108,7 +108,7 @@ def small_head() -> EnsembleHead:
         (StaticEnsemble(0.4, bonus=True), {"kind": "draft-model"}),
         (StaticEnsemble(0.4), {"kind": "draft-model", "eos": (0,)}),  # which drafts behind the end of a text
         (Lossy(0.4), {}),
-        (SpecCascade(0.1, "opt"), {}),
+        (SpecCascade(0.3, "opt"), {}),
         (SpecCascade(0.5), {"kind": "draft-model"}),
         (LearnedEnsemble(small_head(), max_tv=0.2), {}),
         (StaticEnsemble(0.4), {"temperature": 0.7, "top_k": 3, "repetition_penalty": 1.3}),
