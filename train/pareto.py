@@ -211,6 +211,7 @@ def _prepare(options: ParetoOptions, method: str) -> tuple[Prepared, list[HeadBu
         ruled = replace(prepared.options, target=TargetOptions(rule="learned", head=folder))
         head = prepare(ruled, [method]).ensemble
         assert head is not None, "prepare() loads it"
+        _check_draft_size(prepared, head, folder)
         layer = _checked_layer(prepared.options, head, folder)
         prepared = prepare(_drafting_at(ruled, layer), [method])  # with the exit heads that the head names
         heads.append(head)
@@ -219,6 +220,18 @@ def _prepare(options: ParetoOptions, method: str) -> tuple[Prepared, list[HeadBu
 
 def _drafting_at(options: EngineOptions, layer: int | None) -> EngineOptions:
     return options if layer is None else replace(options, early_exit=replace(options.early_exit, layer=layer))
+
+
+def _check_draft_size(prepared: Prepared, head: HeadBundle, folder: str) -> None:
+    """Of a draft model no more is known than that its states must fit."""
+    from ..infer.loading import text_config
+
+    size = None if prepared.draft_source is None else text_config(prepared.draft_source).hidden_size
+    if size not in (None, head.config["draft_size"]):
+        raise ValueError(
+            f"head {folder!r} was trained with drafts of hidden size {head.config['draft_size']}; "
+            f"the draft model {prepared.options.draft_model!r} has {size}"
+        )
 
 
 def _checked_layer(options: EngineOptions, head: HeadBundle, folder: str) -> int | None:

@@ -309,6 +309,8 @@ def test_a_mistake_is_refused_before_weights_are_read(model, data, tmp_path, cap
 
 def test_heads_of_other_drafts_or_models_are_refused(model, head, data, tmp_path, capsys):
     other = save_tiny(tmp_path / "other", seed=5)
+    wide = save_tiny(tmp_path / "wide", hidden_size=64, head_dim=16)
+    drafted = save_head(model, tmp_path / "f", method="draft-model", layer=None)
     cases = [
         ([head], ["--rules", "static"], "heads are read by rule learned"),
         ([head], ["--draft-layer", "1"], "was trained with drafts of layer 2; here it is 1"),
@@ -317,6 +319,7 @@ def test_heads_of_other_drafts_or_models_are_refused(model, head, data, tmp_path
         ([save_head(other, tmp_path / "d")], [], "belongs to another base"),
         ([save_head(model, tmp_path / "e", bundle="exits", digest="0")], [], "do not lie beside it"),
         ([head, head], [], "'head' is given twice"),
+        ([drafted], ["--draft-model", str(wide)], "drafts of hidden size 32; the draft model"),
     ]
     for heads, flags, message in cases:
         assert command(model, data, tmp_path / "out", "--heads", *heads, *flags) == 2
