@@ -75,9 +75,14 @@ class Variant:
     draft_tokens: int | None = None
 
 
+def listed(texts: Iterable[str]) -> list[str]:
+    """What stands between commas: `["a,b", "c"]` is a, b and c."""
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
 def parse_methods(texts: Iterable[str], draft_tokens: int | None = None) -> list[Variant]:
     """Variants from `a,b:16`, plain decoding first and each once. ValueError for an unknown method or a bad size."""
-    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    names = listed(texts)
     return [_parse_method(name, draft_tokens) for name in dict.fromkeys([REFERENCE, *names])]
 
 
@@ -93,7 +98,7 @@ def _parse_method(name: str, draft_tokens: int | None) -> Variant:
 
 def parse_peers(texts: Iterable[str], batch_size: int) -> list[str]:
     """Rows of peers from `--peers` values. Prompt lookup runs one prompt at a time, so it is left out of batches."""
-    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    names = listed(texts)
     for name in names:
         if name not in PEERS:
             raise ValueError(f"peers must be among {', '.join(PEERS)}, got {name!r}{did_you_mean(name, list(PEERS))}")
@@ -120,11 +125,11 @@ def _make_runners(
     return runners
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise ValueError for a folder that holds something else than a bench."""
+def check_folder(folder: Path, command: str = "bench") -> None:
+    """Raise ValueError for a folder that holds something else than what a command has measured."""
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if present and not present & {"rows.jsonl", "report.json"}:
-        raise ValueError(f"output folder {str(folder)!r} is not empty and holds no bench; choose another")
+        raise ValueError(f"output folder {str(folder)!r} is not empty and holds no {command}; choose another")
 
 
 def bench(options: BenchOptions) -> None:
@@ -142,7 +147,7 @@ def bench(options: BenchOptions) -> None:
     for variant in variants:
         intake.check(_params(variant, options))
     folder = Path(options.output)
-    _check_folder(folder)
+    check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(folder / "rows.jsonl", _settings(options), options.overwrite)
     try:
@@ -222,14 +227,10 @@ def _header(
     left_out: Mapping[int | str, str],
     chat: bool,
 ) -> Header:
-    import psutil
-    import torch
-
     dtype = str(engine.model.dtype).removeprefix("torch.")
-    device = engine.model.device
     groups = Counter(item.question.group for item in items)
     facts = {
-        "model": _shown(options.model),
+        "model": shown(options.model),
         "dtype": dtype,
         "prompts": f"{len(items)} from {Path(options.data).name}: "
         + ", ".join(f"{n} {name}" for name, n in groups.items()),
@@ -239,20 +240,31 @@ def _header(
         if options.temperature == 0.0
         else f"temperature {options.temperature}, seed {options.seed}",
         "runs": f"batch size {options.batch_size}, {options.repeats} per prompt, methods in rotating order, all cold",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "processor": f"{processor_name()}, {psutil.cpu_count(logical=False)} cores",
-        "torch threads": str(torch.get_num_threads()),
         "near-tie gap": f"{NEAR_TIE[dtype]:g} ({dtype})",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["speclight", *map(_shown, sys.argv[1:])]),
+        **circumstances(engine),
     }
     title = f"speclight bench: {Path(options.model).name}, {dtype}, batch {options.batch_size}"
     flags = list(_flags(options, dtype, left_out, len(groups)))
     return Header(title, methods, NEAR_TIE[dtype], options.temperature == 0.0, facts, flags)
 
 
-def _shown(argument: str) -> str:
+def circumstances(engine: Engine) -> dict[str, str]:
+    """Where, when and how a run was made, for its report."""
+    import psutil
+    import torch
+
+    device = engine.model.device
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "processor": f"{processor_name()}, {psutil.cpu_count(logical=False)} cores",
+        "torch threads": str(torch.get_num_threads()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["speclight", *map(shown, sys.argv[1:])]),
+    }
+
+
+def shown(argument: str) -> str:
     """An argument as a report shows it: a report is passed on, so of an absolute path only the last part."""
     return Path(argument).name if Path(argument).is_absolute() else argument
 
@@ -270,6 +282,10 @@ def _flags(options: BenchOptions, dtype: str, left_out: Mapping[int | str, str],
         yield "transformers' prompt lookup runs one prompt at a time and is left out of batches"
     for question_id, reason in left_out.items():
         yield f"left out: question {question_id}, {reason}"
+    yield from busy_flags()
+
+
+def busy_flags() -> Iterator[str]:
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if busy > (os.cpu_count() or 1) * 1.5:
         yield f"the machine was busy with something else (load average {busy:.1f}): do not trust the times"

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("make a bundle of a checkpoint, and try it out", "speclight.train.export:export"),
     "inspect": ("say what a bundle holds", "speclight.train.export:inspect_bundle"),
     "regenerate": ("make training rows of the model's own answers", "speclight.train.regenerate:regenerate"),
+    "pareto": ("compare target rules: acceptance against quality", "speclight.train.pareto:pareto"),
     "states": ("store hidden states to train on", "speclight.train.states:states"),
     "rollout": ("store rewarded answers to train a verifier on", "speclight.train.rollout_command:rollout"),
     "tokenizer": ("train a small tokenizer on texts", "speclight.train.tokenizer:tokenizer"),

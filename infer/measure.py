@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .compare import first_difference, logit_gap, token_at
 from .files import check_unlocked, one_at_a_time, open_locked, replace_file
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .request import GenerationParams
 
 WARM_UP_TOKENS = 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,14 @@ def peer_runner(generate: Callable[[Sequence[Sequence[int]], int], list[list[int
     return run
 
 
-class Ledger:
+class RowFile:
     """The rows of a run, appended as they come. settings: what shaped them; they may not change while rows are added.
 
     Raises ValueError for a file that holds rows of other settings, or that another run is writing.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
-        self.runs: list[Run] = []
-        self.differences: list[Difference] = []
+        self.num_rows = 0
         with one_at_a_time(path.parent):
             check_unlocked(path)
             self._begin(path, settings, overwrite)
@@ -88,11 +89,14 @@ class Ledger:
             row = json.loads(line)
             if "settings" in row:
                 self._check_settings(path, row["settings"], settings)
-            elif "run" in row:
-                self.runs.append(Run.from_dict(row["run"]))
             else:
-                self.differences.append(Difference(**row["difference"]))
+                self.num_rows += 1
+                self.take(row)
         return lines
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Keep a row that an earlier run wrote."""
+        raise NotImplementedError
 
     @staticmethod
     def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -103,23 +107,41 @@ class Ledger:
                     "use another --output, or --overwrite to begin anew"
                 )
 
+    def append(self, row: Mapping[str, Any]) -> None:
+        self._file.write((json.dumps(row) + "\n").encode())
+        self._file.flush()
+        self.num_rows += 1
+
+    def close(self) -> None:
+        """A file without a row goes: what a refused run was asked for must not bind the next."""
+        if not self.num_rows:
+            self._path.unlink(missing_ok=True)
+        self._file.close()
+
+
+class Ledger(RowFile):
+    """The rows of a benchmark."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
+        self.runs: list[Run] = []
+        self.differences: list[Difference] = []
+        super().__init__(path, settings, overwrite)
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        if "run" in row:
+            self.runs.append(Run.from_dict(row["run"]))
+        else:
+            self.differences.append(Difference(**row["difference"]))
+
     def add(self, row: Run | Difference) -> None:
         if isinstance(row, Run):
             self.runs.append(row)
         else:
             self.differences.append(row)
-        line = json.dumps({type(row).__name__.lower(): asdict(row)}) + "\n"
-        self._file.write(line.encode())
-        self._file.flush()
-
-    def close(self) -> None:
-        """A file without a run goes: what a refused run was asked for must not bind the next."""
-        if not self.runs:
-            self._path.unlink(missing_ok=True)
-        self._file.close()
+        self.append({type(row).__name__.lower(): asdict(row)})
 
 
-def batches(items: Sequence[Item], size: int) -> list[list[Item]]:
+def batches(items: Sequence[T], size: int) -> list[list[T]]:
     """Units: consecutive items, `size` at a time."""
     return [list(items[start : start + size]) for start in range(0, len(items), size)]
 

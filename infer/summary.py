@@ -119,9 +119,9 @@ def speedup(mine: Sequence[Timing], base: Sequence[Timing]) -> dict[str, Any]:
     ratios = _ratio_of_rates(times)
     return {
         "of_totals": float(of_totals),
-        "of_totals_interval": _interval(_ratio_of_rates(resampled), len(mine)),
+        "of_totals_interval": interval(_ratio_of_rates(resampled), len(mine)),
         "mean": float(ratios.mean()),
-        "mean_interval": _interval(ratios[chosen].mean(axis=1), len(mine)),
+        "mean_interval": interval(ratios[chosen].mean(axis=1), len(mine)),
         "units": len(mine),
     }
 
@@ -131,7 +131,8 @@ def _ratio_of_rates(times: np.ndarray) -> Any:
     return rates[0] / rates[1]
 
 
-def _interval(resampled: np.ndarray, units: int) -> list[float] | None:
+def interval(resampled: np.ndarray, units: int) -> list[float] | None:
+    """The middle 95 %; None for one unit, whose resamples are all the same."""
     return [float(value) for value in np.percentile(resampled, [2.5, 97.5])] if units > 1 else None
 
 

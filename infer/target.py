@@ -118,7 +118,7 @@ class LearnedEnsemble(TargetRule):
         found, wanted = (draft.shape[1], target.shape[1]), (self.head.draft_size, self.head.target_size)
         if found != wanted:
             raise ValueError(f"the ensemble head is for hidden sizes {wanted} of draft and target, these have {found}")
-        return self.head(draft, target).tolist()
+        return self.head.to(draft.device)(draft, target).tolist()
 
     def value(self, p: Tensor, q: Tensor, weight: float) -> Mixture:
         return Mixture(p, q, weight, self.max_tv)

@@ -118,6 +118,10 @@ class Lenient:
         """What stands above q in the acceptance ratio; these do not sum to one."""
         return (float(self.p[token_id]) if token_id < self.p.shape[0] else 0.0) / (1.0 - self.lenience)
 
+    def ceiling(self) -> Row:
+        """`prob` of all tokens."""
+        return self.p / (1.0 - self.lenience)
+
     def sample(self, generator: torch.Generator | None) -> int:
         return Dense(self.dense()).sample(generator)
 
@@ -126,7 +130,7 @@ class Lenient:
 
     def dense(self) -> Row:
         """The law of the token that is emitted where the draft comes from q."""
-        kept = torch.minimum(self.q.to(self.p), self.p / (1.0 - self.lenience))
+        kept = torch.minimum(self.q.to(self.p), self.ceiling())
         left = (self.p - self.q.to(self.p)).clamp(min=0.0)
         mass = left.sum()
         return kept + (1.0 - kept.sum()).clamp(min=0.0) * (left / mass if mass > 0 else self.p)
@@ -141,6 +145,16 @@ class Replaced(Dense):
     """A distribution that stands in p's place. distance: TV to p."""
 
     distance: float = 0.0
+
+
+def acceptance(v: Distribution, q: Distribution) -> float:
+    """sum_x min(q(x), v(x)): the probability that a token drawn from q is kept against v; of a mixture 1 - w TV(p, q).
+
+    q may have another vocabulary: what it lacks is never drawn, and what only it knows never kept.
+    """
+    row = v.ceiling() if isinstance(v, Lenient) else v.dense()
+    kept = torch.minimum(aligned(q.dense(), row.shape[0]).to(row), row)
+    return min(1.0, float(kept.sum(dtype=torch.float64)))
 
 
 def cascade_opt(p: Row, q: Row, alpha: float) -> Row:

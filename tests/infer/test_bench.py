@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint import save_tiny
 from speclight.infer import Engine, GenerationParams, LogitSpecDrafter
-from speclight.infer.bench import LOOKUP_PEER, PLAIN_PEER, Variant, _check_folder, parse_methods, parse_peers
+from speclight.infer.bench import LOOKUP_PEER, PLAIN_PEER, Variant, check_folder, parse_methods, parse_peers
 from speclight.infer.cli import main
 from speclight.infer.measure import Ledger, Measured, batches, engine_runner, find_differences, measure, schedule
 from speclight.infer.peers import TransformersPeer
@@ -361,8 +361,8 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "mine.txt").write_text("dear")
     with pytest.raises(ValueError, match="not empty and holds no bench"):
-        _check_folder(tmp_path / "letters")
-    _check_folder(tmp_path / "new")
+        check_folder(tmp_path / "letters")
+    check_folder(tmp_path / "new")
 
 
 def test_a_run_without_results_leaves_no_settings_behind(tmp_path: Path) -> None:
