@@ -1,8 +1,8 @@
 """Where `Estimates` begins: its weights in hundredths, by kind and in the order of the classes.
 
-Fitted by maximum likelihood to what verification decided on 216 recorded answers of SmolLM2-135M-Instruct to prompts of
-Spec-Bench; docs/replay.md says how. Online learning goes on from here, so other models and texts only begin a little
-worse."""
+Fitted by maximum likelihood to what verification decided on 216 answers of SmolLM2-135M-Instruct (greedy in bfloat16,
+scored in float32) to prompts of Spec-Bench; docs/replay.md says how. Online learning goes on from here, so other models
+and texts only begin a little worse."""
 
 PRIOR: dict[str, str] = {
     "order": """
