@@ -256,6 +256,7 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     prepared = Prepared(options, tuple(dict.fromkeys(methods)), source, tokenizer, draft_source, ensemble=ensemble)
     if ensemble is not None:
         prepared = _with_known_base(prepared, ensemble, f"target.head {options.target.head!r}")
+        _check_draft(prepared, ensemble)
     return _with_exits(prepared) if prepared.uses_exits else prepared
 
 
@@ -275,6 +276,21 @@ def _with_ensemble(options: EngineOptions, methods: Sequence[str]) -> tuple[Engi
 def _base_method(method: str, ensemble: HeadBundle | None) -> str:
     """What drafts: diversed goes by what its ensemble head was trained with."""
     return method if method != "diversed" or ensemble is None else ensemble.config["draft"]["method"]
+
+
+def _check_draft(prepared: Prepared, ensemble: HeadBundle) -> None:
+    """Refuse another draft model than the ensemble head was trained with, where its files tell."""
+    from .bundles import base_fingerprint
+
+    trained = ensemble.config["draft"].get("fingerprint")
+    if trained is None or prepared.draft_source is None:
+        return
+    found = base_fingerprint(prepared.draft_source)
+    if found is not None and found != trained:
+        raise ValueError(
+            f"draft_model {prepared.draft_source.name!r} ({found}) is not the one that target.head "
+            f"{prepared.options.target.head!r} was trained with: {ensemble.config['draft'].get('model')} ({trained})"
+        )
 
 
 def _with_known_base(prepared: Prepared, bundle: HeadBundle, name: str) -> Prepared:

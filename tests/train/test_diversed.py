@@ -194,7 +194,7 @@ def test_what_is_exported_serves(home, tmp_path, capsys, monkeypatch):
     assert "belongs to another base model" in capsys.readouterr().err
 
 
-def test_a_draft_model_can_be_what_is_trusted(home, tmp_path, monkeypatch):
+def test_a_draft_model_can_be_what_is_trusted(home, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(EnsembleTrial, "run_in_new_process", lambda self, folder: self.run(str(folder)))
     run = trainer(default_root_dir=tmp_path, max_epochs=1)
     run.fit(module(home, method="draft-model", draft_model=str(home / "draft")), datamodule=data(home))
@@ -205,6 +205,10 @@ def test_a_draft_model_can_be_what_is_trusted(home, tmp_path, monkeypatch):
     use = ["generate", "--model", str(home / "model"), "--method", "diversed", "--target.head", head, "--prompt", "abc"]
     assert main([*use, *flags, "--dtype", "float32"]) == 0
     assert main([*use, "--dtype", "float32"]) == 2  # without the draft model
+    save_tiny(tmp_path / "other", seed=8, num_hidden_layers=1)
+    capsys.readouterr()
+    assert main([*use, "--draft-model", str(tmp_path / "other")]) == 2
+    assert "is not the one that target.head" in capsys.readouterr().err
 
 
 def test_rollouts_are_stored_once_and_trained_on_without_a_model(home, tmp_path, monkeypatch, capsys):
