@@ -135,7 +135,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     data = commands.add_parser("data", help="write the rows, the prompts and the tokenizer's lines")
     data.add_argument("--output", required=True, help="folder")
-    data.add_argument("--texts", type=int, default=20000, help="training rows with a story")
+    data.add_argument("--texts", type=int, default=11000, help="training rows with a story")
     data.add_argument("--sums", type=int, default=100000, help="training rows with a sum only")
     data.add_argument("--prompts", type=int, default=1000, help="prompts of either file")
     data.add_argument("--seed", type=int, default=0)
