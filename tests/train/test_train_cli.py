@@ -24,6 +24,7 @@ FAMILIES = {
     "hispec_gemma3_4b": "gemma3",
     "early_exit_smollm2_lora": "llama",
     "early_exit_scratch": None,
+    "controlled_target": None,
 }
 VERIFIERS = {
     "diversed_smollm2": "llama",
@@ -34,14 +35,14 @@ VERIFIERS = {
 TASK_OVERLAYS = ("task_cnndm", "task_xsum", "task_mbpp")
 TINY_HEADS = ["--model.layers=[1,2]", "--model.rank=8", "--model.draft_vocab=40"]
 TINY_SHAPE = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
+TINY_MODEL = ["--model.architecture", json.dumps(TINY_SHAPE | {"num_attention_heads": 4})]
 SPECIFIC = {
     "early_exit_smollm2_lora": ["--model.layers=[1,2]"],
-    "early_exit_scratch": [
-        "--model.layers=[1,2]",
-        "--model.architecture",
-        json.dumps(TINY_SHAPE | {"num_attention_heads": 4}),
-    ],
+    "early_exit_scratch": ["--model.layers=[1,2]", *TINY_MODEL],
+    "controlled_target": TINY_MODEL,
 }
+FULL_PRECISION = ("controlled_target",)
+"""So small that bfloat16 costs more than it saves."""
 CONFIG = """
 model:
   class_path: speclight.train.early_exit.EarlyExitModule
@@ -107,7 +108,8 @@ def test_a_packaged_recipe_is_found_by_name_and_its_variables_follow_the_command
     found = printed_config("--config", name, "--data.model", "mine", "--trainer.max_steps", "7")
     arguments = found["model"]["init_args"]
     assert "mine" in (arguments.get("model"), arguments.get("tokenizer"))
-    assert found["trainer"]["max_steps"] == 7 and found["trainer"]["precision"] == "bf16-mixed"
+    assert found["trainer"]["max_steps"] == 7
+    assert found["trainer"]["precision"] == ("32-true" if name in FULL_PRECISION else "bf16-mixed")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -171,7 +173,7 @@ def test_programs_run_only_when_the_command_line_says_so(capsys: pytest.CaptureF
         (["--model.lr", "fast"], "model.lr: Expected a float. Got value: fast"),
         (["--model.layers", "x"], "model.layers: expected list[int], null, got 'x'"),
         (["--trainer.accelerator", "gpus"], "invalid accelerator name: `accelerator='gpus'`"),
-        (["--config", "hispec_smolm2"], "did you mean 'hispec_smollm2'?; packaged: early_exit_scratch"),
+        (["--config", "hispec_smolm2"], "did you mean 'hispec_smollm2'?; packaged: controlled_target"),
         (["--model", "NoModule"], "NoModule"),
         (["--ckpt_path", "nowhere.ckpt"], "ckpt_path 'nowhere.ckpt' does not exist"),
         (["--ckpt_path", "last"], "ckpt_path is 'last', and there is no last.ckpt below"),
