@@ -28,6 +28,7 @@ FAMILIES = {
 }
 VERIFIERS = {
     "diversed_smollm2": "llama",
+    "diversed_controlled": "qwen3",
     "diversed_llama31_8b": "llama",
     "diversed_qwen3_8b": "qwen3",
     "diversed_gemma3_12b": "gemma3",
@@ -139,7 +140,7 @@ def test_a_packaged_verifier_runs_on_tiny_models_of_its_family(
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": text, "reference": "1"} for text in TEXTS[:4]])
     given = ["--data.model", "model", "--data.train", rows, "--data.val", rows, "--data.task", "plain"]
     given += ["--model.max_new_tokens=6", "--model.samples=2", "--model.kv_memory=0.05", "--data.batch_prompts=2"]
-    if "draft_model" in printed_config("--config", name)["model"]["init_args"] and name != "diversed_smollm2":
+    if printed_config("--config", name)["model"]["init_args"]["method"] == "draft-model":
         save_tiny(tmp_path / "draft", VERIFIERS[name], seed=1)
         given += ["--model.draft_model=draft"]
     trainer = ["--trainer.accelerator=cpu", "--trainer.fast_dev_run=2", "--trainer.enable_progress_bar=false"]
