@@ -107,7 +107,7 @@ class ChainArm:
     def timed(self, plan: ChainPlan, seconds: float) -> None:
         """A step of it took so long; the first ones after a pause, in which it reads on, do not count."""
         ratio = min(max(seconds / plan.seconds, 2 / 3), 1.5)
-        self.slowness *= ratio**0.1
+        self.slowness = min(max(self.slowness * ratio**0.1, 0.25), 4.0)
 
     def share(self, sequences: SequenceOf[Sequence]) -> float:
         """The part of the target's layers that its drafts have been through."""

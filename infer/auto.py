@@ -279,11 +279,13 @@ class AutoDrafter(Drafter):
             drafted, failed = some.outcomes, True
         except Exception:
             arm.failed()
+            step.plan = None
             raise
         by_id = {sequence.sequence_id: tree for sequence, tree in zip(allowed, drafted, strict=True)}
         trees = [by_id.get(s.sequence_id, TokenTree.root(s.token_ids[-1])) for s in sequences]
         if failed:
             arm.failed()
+            step.plan = None
             raise SomeFailed(trees)
         done = [tree for tree in trees if isinstance(tree, TokenTree)]
         step.nodes = sum(tree.num_drafted for tree in done)

@@ -55,7 +55,7 @@ class Acceptance:
 
     def __init__(self, prior: float = 0.6, weight: float = 3.0, decay: float = 0.97) -> None:
         self.prior, self.weight, self.decay = prior, weight, decay
-        self._counts: list[tuple[float, float]] = []  # (accepted, decided)
+        self._counts: list[tuple[float, float, float]] = []  # (accepted, decided, weight that the prior still has)
 
     def reset(self) -> None:
         self._counts.clear()
@@ -63,18 +63,18 @@ class Acceptance:
     def record(self, num_accepted: int, num_decided: int) -> None:
         """Of the first `num_decided` positions all were accepted, but the last where `num_accepted` is one less."""
         while len(self._counts) < num_decided:
-            self._counts.append((0.0, 0.0))
+            self._counts.append((0.0, 0.0, self.weight))
         for position in range(num_decided):
-            accepted, decided = self._counts[position]
-            hit = float(position < num_accepted)
-            self._counts[position] = (self.decay * accepted + hit, self.decay * decided + 1.0)
+            accepted, decided, weight = (self.decay * count for count in self._counts[position])
+            self._counts[position] = (accepted + (position < num_accepted), decided + 1.0, weight)
 
     def accepted(self, most: int) -> Array:
         """[most + 1] expected accepted tokens of chains of 0 ... most."""
         found, reach, total, before = [0.0], 1.0, 0.0, self.prior
         for position in range(most):
-            accepted, decided = self._counts[position] if position < len(self._counts) else (0.0, 0.0)
-            before = (accepted + self.weight * before) / (decided + self.weight)
+            known = position < len(self._counts)
+            accepted, decided, weight = self._counts[position] if known else (0.0, 0.0, self.weight)
+            before = (accepted + weight * before) / (decided + weight)
             reach *= before
             total += reach
             found.append(total)
@@ -82,11 +82,11 @@ class Acceptance:
 
 
 class Trust:
-    """Accepted tokens by expected ones, decayed: 1 where a drafter's probabilities are right."""
+    """Accepted tokens by expected ones, decayed: 1 where probabilities are right, 0 where they say nothing."""
 
-    MOST = 1.2
+    LEAST, MOST = 0.02, 1.2
 
-    def __init__(self, weight: float = 4.0, decay: float = 0.97) -> None:
+    def __init__(self, weight: float = 3.0, decay: float = 0.95) -> None:
         self.weight, self.decay = weight, decay
         self.reset()
 
@@ -99,7 +99,8 @@ class Trust:
 
     @property
     def value(self) -> float:
-        return min(self._accepted / max(self._expected, 1e-9), self.MOST)
+        ratio = self._accepted / max(self._expected, 1e-9)
+        return 0.0 if ratio < self.LEAST else min(ratio, self.MOST)
 
 
 @dataclass

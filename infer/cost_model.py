@@ -25,9 +25,9 @@ Array = NDArray[np.float64]
 
 UNKNOWN_SLOPE = 0.05
 """Where a single size was measured: what each further token is taken to cost, as a part of that pass."""
-LIKE_OTHERS, VISITED, OVERALL = 0.01, 0.1, 0.05
-"""Parts of the way that a point's correction goes at each sample: to the others' where it is not the sample's, to the
-sample's where it is; and the mean correction to the sample's."""
+LIKE_OTHERS, VISITED, OVERALL = 0.003, 0.1, 0.05
+"""Parts of the way that a point's correction goes at each sample: to the mean correction, and to the sample's where it
+is near; and that the mean goes. A point's first samples count for more: a hasty calibration is off by a constant."""
 LARGEST_JUMP = 1.5
 """A sample counts as at most so many times what was expected, or as little: a page fault is no trend."""
 
@@ -120,6 +120,7 @@ class CostModel:
         self._tokens = np.array(calibration.tokens, dtype=np.float64)
         self._layers, self._head = np.array(calibration.layers), np.array(calibration.head)
         self._factors, self._overall = np.ones(len(self._tokens)), 1.0
+        self._visits = np.zeros(len(self._tokens))
 
     def seconds(self, tokens: ArrayLike, sequences: int = 1, context: float | None = None, share: float = 1.0) -> Array:
         """Of passes over so many new tokens each, unembedding included. context: tokens in the cache, of all sequences.
@@ -153,7 +154,9 @@ class CostModel:
         self._overall += OVERALL * (sample - self._overall)
         self._factors += LIKE_OTHERS * (self._overall - self._factors)
         for point, weight in self._neighbours(float(tokens)):
-            self._factors[point] += VISITED * weight * (sample - self._factors[point])
+            rate = max(VISITED, 0.5 / (1.0 + self._visits[point]))
+            self._factors[point] += rate * weight * (sample - self._factors[point])
+            self._visits[point] += weight
 
     def _neighbours(self, tokens: float) -> list[tuple[int, float]]:
         """The points that a size lies between, with its weights on them."""

@@ -8,7 +8,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 from heads import random_exits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +26,7 @@ from speclight.modules.acceptance import OneHot
 from speclight.modules.token_tree import TokenTree
 from support import tiny_lm
 
-NEW_TOKENS = 24
+NEW_TOKENS, LONG = 24, 300
 CHEAP = Calibration((1, 64), (0.040, 0.046), (0.0, 0.0))
 """A GPU's: 64 tokens cost little more than one."""
 DEAR = Calibration((1, 2, 64), (0.040, 0.075, 2.0), (0.0, 0.0, 0.0))
@@ -201,7 +200,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
 
 @cache
 def long_texts() -> dict[tuple[int, ...], list[int]]:
-    return plain(tuple(map(tuple, PROMPTS)), GenerationParams(max_new_tokens=400))
+    return plain(tuple(map(tuple, PROMPTS)), GenerationParams(max_new_tokens=LONG))
 
 
 @cache
@@ -212,7 +211,7 @@ def plain(prompts, params) -> dict[tuple[int, ...], list[int]]:
 
 def run(drafter: AutoDrafter, count: int = 1, **params):
     engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
-    done = engine.generate(PROMPTS[:count], GenerationParams(**({"max_new_tokens": 400} | params)))
+    done = engine.generate(PROMPTS[:count], GenerationParams(**({"max_new_tokens": LONG} | params)))
     return engine, done
 
 
@@ -226,10 +225,10 @@ def test_a_drafter_that_is_always_wrong_falls_to_nothing_and_costs_next_to_nothi
     _, done = run(drafter, count)
     assert all(completion.token_ids == long_texts()[tuple(completion.prompt_ids)] for completion in done)
     steps = done[0].stats.target_passes
-    assert steps == 400
-    alone = 400 * float(CostModel(real).seconds(count, count))
+    assert steps == LONG
+    alone = LONG * float(CostModel(real).seconds(count, count))
     assert clock.now < 1.03 * alone
-    assert trees.calls < 0.25 * steps
+    assert trees.calls < 0.3 * steps
     assert sum(drafter.nodes[-100:]) == 0
 
 
@@ -269,13 +268,14 @@ def test_where_tokens_are_dear_only_near_certainties_are_run():
 def test_a_cost_model_that_was_wrong_is_corrected():
     """It believes that tokens are free; they are not, so what it runs shrinks to what pays."""
     clock = Clock()
-    trees = ScriptedTrees(clock, long_texts(), right=True, score=0.6, seconds=0.0001)
-    steep = Calibration((1, 2, 4, 8, 16, 64), tuple(0.04 * n for n in (1, 2, 4, 8, 16, 64)), (0.0,) * 6)
-    flat = Calibration(steep.tokens, tuple(0.04 + 1e-6 * n for n in steep.tokens), (0.0,) * 6)
+    trees = ScriptedTrees(clock, long_texts(), right=True, score=0.3, seconds=0.0001)
+    sizes = (1, 2, 4, 8, 16, 64)
+    steep = Calibration(sizes, tuple(0.03 * n + 0.01 for n in sizes), (0.0,) * 6)
+    flat = Calibration(sizes, tuple(0.04 + 0.001 * n for n in sizes), (0.0,) * 6)
     drafter = Timed(trees, clock=clock, real=steep, cost=CostModel(flat))
     run(drafter)
-    assert max(drafter.nodes[1:10]) >= 4
-    assert np.mean(drafter.nodes[-30:]) < 1.5
+    assert max(drafter.nodes[1:10]) >= 2
+    assert sum(drafter.nodes[-30:]) == 0
 
 
 def test_chains_are_as_long_as_they_are_accepted_and_useless_ones_are_left():
@@ -287,9 +287,9 @@ def test_chains_are_as_long_as_they_are_accepted_and_useless_ones_are_left():
         _, done = run(drafter)
         assert done[0].token_ids == long_texts()[tuple(PROMPTS[0])]
         lengths[right] = (max(drafter.nodes), chain.calls, clock.now)
-    assert lengths[True][0] == 6 and lengths[True][1] < 70
+    assert lengths[True][0] == 6 and lengths[True][1] < LONG / 5
     assert lengths[False][1] < 40
-    assert lengths[False][2] < 1.03 * 400 * 0.040
+    assert lengths[False][2] < 1.03 * LONG * 0.040
 
 
 def test_between_drafters_the_faster_one_is_chosen():
@@ -303,7 +303,7 @@ def test_between_drafters_the_faster_one_is_chosen():
     drafter = Timed(trees, arms, clock=clock, real=CHEAP, cost=CostModel(CHEAP))
     _, done = run(drafter)
     assert done[0].token_ids == texts[tuple(PROMPTS[0])]
-    assert cheap.drafted > 300 > 10 * (dear.drafted + wrong.drafted) / 2
+    assert cheap.drafted > 0.7 * LONG > 5 * (dear.drafted + wrong.drafted)
     assert trees.observed == done[0].stats.target_passes
 
 
@@ -333,6 +333,7 @@ def test_a_pass_with_prompts_in_it_teaches_nothing_about_costs():
     for _ in range(3):
         engine.step()
     assert 0 < before == len(learned)
+    engine.step()
     engine.step()
     assert len(learned) > before and learned[-1][1:3] == (2, 2)
 
@@ -435,8 +436,6 @@ def test_it_refuses_what_it_cannot_weigh_and_to_choose_among_nothing():
         AutoDrafter(LogitSpecDrafter(), bound=0)
     with pytest.raises(ValueError, match="got 'logitspec'"):
         AutoDrafter(None, [LogitSpecDrafter()])
-    with pytest.raises(ValueError, match="adaptive"):
-        LogitSpecDrafter(tree="paper").scored([None])  # type: ignore[list-item]
 
 
 def test_a_drafter_under_it_cannot_be_given_to_another_engine():
@@ -469,4 +468,5 @@ def test_the_estimates_of_trees_fall_and_belong_to_their_nodes():
     ((tree, scores),) = trees.scored([sequence])
     assert len(scores) == tree.num_drafted > 3
     assert list(scores) == sorted(scores, reverse=True) and 0.0 < min(scores) <= max(scores) < 1.0
-    assert torch.tensor(scores).sum() > 0
+    with pytest.raises(ValueError, match="tree must be 'adaptive'"):
+        LogitSpecDrafter(tree="paper").scored([sequence])
