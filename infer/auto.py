@@ -23,7 +23,7 @@ from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
 from .arms import PROBE_STEPS, ChainArm, ChainPlan, Load, arm_of
 from .calibrate import quick_calibration
-from .choice import Allocation, Array, Patience, Trust, best_allocation, longest_wait
+from .choice import Allocation, Patience, Trust, best_allocation, longest_wait
 from .cost_model import CostModel
 from .drafter import Drafter, Observation, SomeFailed, TreeDrafter
 from .exits import Tap
@@ -47,12 +47,19 @@ class _Grown:
 
 @dataclass
 class _Step:
-    """What was decided for the pass under way. plain: seconds that it would take without a draft."""
+    """What was decided for the pass under way.
+
+    plain: seconds that it would take without a draft, what is learned from it included. overhead: spent on growing
+    trees. expected, accepted: tokens of trees, for what their probabilities are worth.
+    """
 
     load: Load
     nodes: int = 0
     plain: float = 0.0
+    overhead: float = 0.0
     grown: dict[int, _Grown] = field(default_factory=dict)
+    expected: float = 0.0
+    accepted: float = 0.0
     arm: ChainArm | None = None
     plan: ChainPlan | None = None
     drafted_for: frozenset[int] = frozenset()
@@ -93,6 +100,8 @@ class AutoDrafter(Drafter):
     def _clear(self) -> None:
         self._trust, self._typical = Trust(), Patience()
         self._patience: dict[int, Patience] = {}
+        self._new: set[int] = set()  # texts that the trees have not seen
+        self._growth = 0.0  # seconds by a node
         self._steps = 0
         self._probe: tuple[ChainArm, int] | None = None
         self._served = self._probing = 0.0
@@ -136,6 +145,7 @@ class AutoDrafter(Drafter):
 
     def release(self, sequence_id: int) -> None:
         self._patience.pop(sequence_id, None)
+        self._new.discard(sequence_id)
         for part in self.parts:
             part.release(sequence_id)
 
@@ -153,19 +163,12 @@ class AutoDrafter(Drafter):
         started = self.clock()
         step = self._step = _Step(_load(sequences))
         self._steps += 1
-        step.plain = float(self._seconds(step.load)(0.0)) + self._observing
         step.grown = self._grow(sequences)
-        growing = self.clock() - started
+        step.overhead = self.clock() - started
         try:
-            return self._decide(sequences, step, growing)
+            return self._decide(sequences, step)
         finally:
             self._own += self.clock() - started
-
-    def _seconds(self, load: Load) -> Callable[[Array | float], Array]:
-        """Seconds of a pass with so many drafted nodes in all."""
-        assert self.cost is not None, "attach() makes one"
-        cost = self.cost
-        return lambda nodes: cost.seconds(load.tokens + nodes, load.sequences, load.context)
 
     def _grow(self, sequences: SequenceOf[Sequence]) -> dict[int, _Grown]:
         """Trees of the sequences that it has paid for, or that it is time to try again for."""
@@ -176,39 +179,52 @@ class AutoDrafter(Drafter):
             replace(sequence, draft_tokens=min(sequence.draft_tokens, self._patience_of(sequence).limit + 1))
             for sequence in due
         ]
-        found = self.tree.scored(sized) if sized else []
+        if not sized:
+            return {}
+        started = self.clock()
+        found = self.tree.scored(sized)
+        seconds, nodes = self.clock() - started, sum(len(scores) for _, scores in found)
+        if nodes and not any(sequence.sequence_id in self._new for sequence in due):  # a new text is read first
+            sample = seconds / nodes
+            self._growth += (0.1 if self._growth else 1.0) * (min(sample, 3 * (self._growth or sample)) - self._growth)
+        self._new.difference_update(sequence.sequence_id for sequence in due)
         return {sequence.sequence_id: _Grown(*one) for sequence, one in zip(due, found, strict=True)}
 
     def _patience_of(self, sequence: Sequence) -> Patience:
         patience = self._patience.get(sequence.sequence_id)
         if patience is None:
             patience = self._patience[sequence.sequence_id] = self._typical.copy(self._steps)
+            self._new.add(sequence.sequence_id)
         return patience
 
-    def _decide(self, sequences: SequenceOf[Sequence], step: _Step, growing: float) -> list[TokenTree]:
-        overhead = growing + self._observing
-        pass_seconds = self._seconds(step.load)
+    def _decide(self, sequences: SequenceOf[Sequence], step: _Step) -> list[TokenTree]:
+        assert self.cost is not None, "attach() makes one"
+        cost, load = self.cost, step.load
         trees = best_allocation(
             [one.scores for one in step.grown.values()],
-            lambda nodes: pass_seconds(nodes) + overhead,
-            others=len(sequences) - len(step.grown),
-            trust=self._trust.value,
+            lambda nodes: cost.seconds(load.tokens + nodes, load.sequences, load.context) + self._observing,
+            len(sequences) - len(step.grown),
+            self._trust.value,
+            step.overhead,
+            self._growth,
         )
+        step.plain = trees.plain
         allowed = [s for s in sequences if self._chains_for(s.params)]
-        step.arm, step.plan = self._choose_arm(allowed, step, overhead, trees)
+        step.arm, step.plan = self._choose_arm(allowed, step, trees)
         if step.arm is None:
             self._keep(step, trees)
-        self._settle_patience(sequences, step, trees, growing)
+        self._settle_patience(sequences, step, trees)
         if step.arm is not None:
             return self._chain_trees(sequences, allowed, step)
         return [self._kept_tree(sequence, step) for sequence in sequences]
 
     def _choose_arm(
-        self, allowed: list[Sequence], step: _Step, overhead: float, trees: Allocation
+        self, allowed: list[Sequence], step: _Step, trees: Allocation
     ) -> tuple[ChainArm | None, ChainPlan | None]:
         """The chain drafter that promises more than the trees, or whose turn it is to be tried again."""
-        if not allowed:
+        if not allowed or not self.arms:
             return None, None
+        overhead = step.overhead + self._observing
         plans = {arm: arm.best(allowed, step.load, overhead) for arm in self.arms}
         others = step.load.sequences - len(allowed)
 
@@ -250,23 +266,24 @@ class AutoDrafter(Drafter):
             return TokenTree.root(sequence.token_ids[-1])
         return grown.tree.clipped(sequence.max_depth, grown.kept + 1)
 
-    def _settle_patience(self, sequences: SequenceOf[Sequence], step: _Step, trees: Allocation, growing: float) -> None:
+    def _settle_patience(self, sequences: SequenceOf[Sequence], step: _Step, trees: Allocation) -> None:
         """Who was grown for: has it saved time? A tree counts for the plain steps that it is expected to save."""
-        if not step.grown:
+        tried = [sequence for sequence in sequences if sequence.sequence_id in step.grown]
+        if not tried:
             return
-        per_token = step.plain / step.load.sequences
-        drafting = trees.seconds - growing - step.plain  # of all nodes that are run
-        each = growing / len(step.grown)
-        longest = longest_wait(growing / len(step.grown) * step.load.sequences, step.plain)
-        for sequence in sequences:
-            grown = step.grown.get(sequence.sequence_id)
-            if grown is None:
-                continue
-            gained = self._trust.value * sum(grown.scores[: grown.kept]) * per_token
-            saved = gained - (drafting * grown.kept / step.nodes if step.nodes else 0.0) - each
-            for patience in (self._patience_of(sequence), self._typical):
-                patience.record(self._steps, saved, longest)
-                patience.size(grown.kept, sequence.draft_tokens)
+        running = (trees.seconds - step.overhead - step.plain) / step.nodes if step.nodes else 0.0  # of a node
+        gained = self._trust.value * step.plain / step.load.sequences  # by an expected token
+        growing = self._growth * sum(len(one.scores) for one in step.grown.values())
+        longest = longest_wait(growing / len(tried) * step.load.sequences, step.plain)
+        total = 0.0
+        for sequence, worthy in zip(tried, trees.worthy, strict=True):
+            grown, patience = step.grown[sequence.sequence_id], self._patience_of(sequence)
+            saved = gained * sum(grown.scores[: grown.kept]) - running * grown.kept - self._growth * len(grown.scores)
+            patience.record(self._steps, saved, longest)
+            patience.size(worthy, sequence.draft_tokens)
+            total += saved
+        self._typical.record(self._steps, total / len(tried), longest)
+        self._typical.size(max(trees.worthy), max(sequence.draft_tokens for sequence in tried))
 
     def _chain_trees(self, sequences: SequenceOf[Sequence], allowed: list[Sequence], step: _Step) -> list[TokenTree]:
         arm, plan = step.arm, step.plan
@@ -297,6 +314,8 @@ class AutoDrafter(Drafter):
         started = self.clock()
         for seen in observations:
             self._learn(seen)
+        if self._step is not None and self._step.expected:
+            self._trust.record(self._step.expected, self._step.accepted)
         for part in self.parts:
             part.observe(observations)
         seconds = self.clock() - started
@@ -316,11 +335,12 @@ class AutoDrafter(Drafter):
         if grown is None or not emitted:
             return
         if grown.kept:
-            expected = sum(grown.scores[: min(grown.kept, seen.tree.num_drafted)])
-            self._trust.record(expected, seen.verdict.num_accepted)
+            self._step.expected += sum(grown.scores[: seen.tree.num_drafted])
+            self._step.accepted += seen.verdict.num_accepted
         else:  # what was grown and not run is still right or wrong about the next token
             first = {token_id: grown.scores[node - 1] for token_id, node in grown.tree.children[0].items()}
-            self._trust.record(sum(first.values()), float(emitted[0] in first))
+            self._step.expected += sum(first.values())
+            self._step.accepted += emitted[0] in first
 
     def timed(self, seconds: float, new_tokens: int, sequences: int) -> None:
         step, own = self._step, self._own

@@ -16,11 +16,17 @@ Array = NDArray[np.float64]
 
 
 class Allocation(NamedTuple):
-    """kept: drafted nodes of each sequence. emitted: expected tokens of the step. seconds: expected, of the step."""
+    """kept: drafted nodes of each sequence. emitted: expected tokens of the step. seconds: expected, of the step.
+
+    worthy: nodes of each sequence that would be kept if growing them had still to be paid. plain: seconds of a step
+    without a draft, and without what was spent on one.
+    """
 
     kept: list[int]
     emitted: float
     seconds: float
+    worthy: list[int]
+    plain: float
 
     @property
     def rate(self) -> float:
@@ -28,22 +34,32 @@ class Allocation(NamedTuple):
 
 
 def best_allocation(
-    scores: Sequence[Sequence[float]], seconds: Callable[[Array], Array], others: int = 0, trust: float = 1.0
+    scores: Sequence[Sequence[float]],
+    seconds: Callable[[Array], Array],
+    others: int = 0,
+    trust: float = 1.0,
+    spent: float = 0.0,
+    growth: float = 0.0,
 ) -> Allocation:
     """One budget over all trees: the first n of all nodes in order of their scores, for the n of the greatest rate.
 
     scores: per tree its nodes' probabilities of being accepted, without the root, falling; so that what is kept of
         a tree is its beginning. seconds: of a step with so many drafted nodes; every n is tried, it need not be convex.
     others: sequences of the step without a tree. trust: what the probabilities have proved to be worth.
+    spent: seconds that growing the trees took. growth: what a node usually takes.
     """
     flat = np.array([score for tree in scores for score in tree], dtype=np.float64)
     owners = np.repeat(np.arange(len(scores)), np.array([len(tree) for tree in scores], dtype=np.int64))
     order = np.argsort(-flat, kind="stable")  # of equals a tree's earlier node first
     emitted = len(scores) + others + trust * np.concatenate(([0.0], np.cumsum(flat[order])))
-    cost = seconds(np.arange(len(flat) + 1, dtype=np.float64))
-    best = int(np.argmax(emitted / cost))
-    kept = np.bincount(owners[order[:best]], minlength=len(scores)).tolist()
-    return Allocation(kept, float(emitted[best]), float(cost[best]))
+    nodes = np.arange(len(flat) + 1, dtype=np.float64)
+    cost = seconds(nodes)
+
+    def first(count: int) -> list[int]:
+        return np.bincount(owners[order[:count]], minlength=len(scores)).tolist()
+
+    best, worthy = int(np.argmax(emitted / (cost + spent))), int(np.argmax(emitted / (cost + growth * nodes)))
+    return Allocation(first(best), float(emitted[best]), float(cost[best]) + spent, first(worthy), float(cost[0]))
 
 
 class Acceptance:
@@ -86,7 +102,7 @@ class Trust:
 
     LEAST, MOST = 0.02, 1.2
 
-    def __init__(self, weight: float = 3.0, decay: float = 0.95) -> None:
+    def __init__(self, weight: float = 6.0, decay: float = 0.97) -> None:
         self.weight, self.decay = weight, decay
         self.reset()
 
@@ -129,13 +145,13 @@ class Patience:
             self.wait = min(max(2 * self.wait, 1), longest_wait)
             self.next_try = step + 1 + self.wait
 
-    def size(self, kept: int, bound: int) -> None:
-        """So many of the nodes that were grown were worth running: the next tree may be twice as large, at most."""
-        self.limit = min(max(2 * kept, self.limit - self.limit // 8, 8), bound)
+    def size(self, worthy: int, bound: int) -> None:
+        """So many of the nodes that were grown were worth it: the next tree may be half as large again."""
+        self.limit = min(max(worthy + worthy // 2 + 2, self.limit - self.limit // 8, 4), bound)
 
     def copy(self, step: int) -> Patience:
-        """For another text: what this one has taught; its first try comes when the wait is over."""
-        return replace(self, next_try=step + self.wait)
+        """For another text: what others have taught. It is tried once, so as to know whether it is like them."""
+        return replace(self, next_try=step)
 
 
 def longest_wait(cost: float, step: float, share: float = 0.005, bounds: tuple[int, int] = (4, 64)) -> int:

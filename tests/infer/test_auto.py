@@ -266,7 +266,7 @@ def test_where_tokens_are_dear_only_near_certainties_are_run():
 
 
 def test_a_cost_model_that_was_wrong_is_corrected():
-    """It believes that tokens are free; they are not, so what it runs shrinks to what pays."""
+    """It believes that tokens are nearly free; they are not, so what it runs shrinks to what pays: nothing."""
     clock = Clock()
     trees = ScriptedTrees(clock, long_texts(), right=True, score=0.3, seconds=0.0001)
     sizes = (1, 2, 4, 8, 16, 64)
@@ -274,8 +274,9 @@ def test_a_cost_model_that_was_wrong_is_corrected():
     flat = Calibration(sizes, tuple(0.04 + 0.001 * n for n in sizes), (0.0,) * 6)
     drafter = Timed(trees, clock=clock, real=steep, cost=CostModel(flat))
     run(drafter)
-    assert max(drafter.nodes[1:10]) >= 2
-    assert sum(drafter.nodes[-30:]) == 0
+    half = len(drafter.nodes) // 2
+    assert sum(drafter.nodes[:half]) > 3 * sum(drafter.nodes[half:])
+    assert sum(size > 0 for size in drafter.nodes[half:]) < 0.1 * half
 
 
 def test_chains_are_as_long_as_they_are_accepted_and_useless_ones_are_left():
