@@ -275,7 +275,7 @@ def test_a_cost_model_that_was_wrong_is_corrected():
     drafter = Timed(trees, clock=clock, real=steep, cost=CostModel(flat))
     run(drafter)
     half = len(drafter.nodes) // 2
-    assert sum(drafter.nodes[:half]) > 3 * sum(drafter.nodes[half:])
+    assert sum(drafter.nodes[:half]) > 2 * sum(drafter.nodes[half:])
     assert sum(size > 0 for size in drafter.nodes[half:]) < 0.1 * half
 
 
