@@ -8,12 +8,24 @@ from itertools import product
 
 import numpy as np
 import pytest
+from checkpoint import save_tiny
 from heads import random_exits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from speclight.infer.arms import ChainArm
 from speclight.infer.auto import AutoDrafter
+from speclight.infer.bench import parse_methods
+from speclight.infer.build import (
+    EarlyExitOptions,
+    EngineOptions,
+    HiSpecOptions,
+    LogitSpecOptions,
+    build_engine,
+    drafters_of,
+    prepare,
+)
 from speclight.infer.choice import Acceptance, Patience, Trust, best_allocation, longest_wait
+from speclight.infer.cli import main
 from speclight.infer.cost_model import Calibration, CostModel
 from speclight.infer.draft_model import DraftModelDrafter
 from speclight.infer.drafter import Drafter, SomeFailed, TreeDrafter
@@ -471,3 +483,52 @@ def test_the_estimates_of_trees_fall_and_belong_to_their_nodes():
     assert list(scores) == sorted(scores, reverse=True) and 0.0 < min(scores) <= max(scores) < 1.0
     with pytest.raises(ValueError, match="tree must be 'adaptive'"):
         LogitSpecDrafter(tree="paper").scored([sequence])
+
+
+# -- on the command line ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("checkpoints") / "tiny"))
+
+
+def test_generate_needs_nothing_else(model, tmp_path, capsys):
+    given = ["--model", model, "--cache-dir", str(tmp_path), "--prompt", "a b a b", "--max-new-tokens", "12"]
+    texts = []
+    for method in ("auto", "ar"):
+        assert main(["generate", *given, "--method", method]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_it_draws_on_what_something_is_given_for(model):
+    def parts(**given) -> list[str]:
+        return drafters_of(["auto"], EngineOptions(model=model, **given))
+
+    assert parts() == ["logitspec"]
+    assert parts(draft_model=model) == ["logitspec", "draft-model"]
+    assert parts(early_exit=EarlyExitOptions(layer=1)) == ["logitspec", "early-exit"]
+    assert parts(hispec=HiSpecOptions(verify_layer=2)) == ["logitspec", "hispec"]
+    assert parts(bundle="folder") == ["logitspec", "early-exit", "hispec"]
+    options = EngineOptions(model=model, draft_model=model, early_exit=EarlyExitOptions(layer=1))
+    engine = build_engine(prepare(options, ["auto", "logitspec"]))
+    assert [part.name for part in engine.drafters["auto"].parts] == ["logitspec", "draft-model", "early-exit"]
+    assert engine.drafters["auto"].default_draft_tokens() == 64
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logitspec": LogitSpecOptions(tree="paper")}, "logitspec.tree must be adaptive for method auto, got 'paper'"),
+        ({"early_exit": EarlyExitOptions(layer=99)}, "early_exit.layer must be"),
+        ({"draft_model": "nowhere"}, "nowhere"),
+    ],
+)
+def test_what_it_cannot_use_is_refused_before_weights_are_read(model, given, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(EngineOptions(model=model, **given), ["auto"])
+
+
+def test_bench_knows_it_with_a_bound_and_without():
+    assert [(v.method, v.draft_tokens) for v in parse_methods(["auto,auto:8"])][1:] == [("auto", None), ("auto", 8)]
