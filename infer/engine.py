@@ -248,8 +248,11 @@ class Engine:
             model=ran - drafted - reading,
             verifying=(verified - ran) + (ended - observed) + (scheduled - started),
         )
-        for drafter in self.drafters.values():
-            drafter.timed(ended - started, batch.num_tokens, len(steps))
+        for name, drafter in self.drafters.items():
+            try:
+                drafter.timed(ended - started, batch.num_tokens, len(steps))
+            except Exception as error:
+                self._drafter_failed(name, [], error)
         return chunks
 
     def _propose(self, sequences: list[Sequence]) -> dict[int, TokenTree]:

@@ -14,6 +14,8 @@ import pytest
 import scipy.stats
 import torch
 from heads import random_exits
+from speclight.infer.auto import AutoDrafter
+from speclight.infer.cost_model import Calibration, CostModel
 from speclight.infer.draft_model import DraftModelDrafter
 from speclight.infer.drafter import Drafter
 from speclight.infer.early_exit import EarlyExitDrafter
@@ -121,7 +123,7 @@ def expected() -> dict[tuple[int, ...], list[int]]:
 
 DRAFTERS = ["ar", "prompt-lookup", "logitspec", "logitspec-paper", "draft-model", "draft-same", "random-tree", "oracle"]
 DRAFTERS += ["early-exit", "early-exit-last", "hispec", "hispec-wide", "hispec+logitspec", "hispec+prompt-lookup"]
-DRAFTERS += ["hispec+random-tree"]
+DRAFTERS += ["hispec+random-tree", "auto"]
 WITH_HEADS = ["early-exit-block", "hispec-adapter", "hispec-block", "hispec-block+logitspec"]
 
 GREEDY_CASES = list(product(DRAFTERS, [1, 3, 16], [1, 16], ["roomy", "preempted"]))
@@ -158,6 +160,12 @@ def drafter(name: str) -> Drafter:
         "hispec-block": lambda: with_heads("block", 1, 2, num_tokens=3, window=5),
         "hispec-block+logitspec": lambda: HierarchicalDrafter(
             LogitSpecDrafter(k=8, capacity=6, retrieved=4), 2, exits=random_exits("block", (2,), None)
+        ),
+        "auto": lambda: AutoDrafter(
+            LogitSpecDrafter(k=8),
+            [EarlyExitDrafter(2), HierarchicalDrafter(EarlyExitDrafter(1), 2), DraftModelDrafter(tiny_lm(seed=1))],
+            bound=12,
+            cost=CostModel(Calibration((1, 64), (0.040, 0.046), (0.0, 0.0))),
         ),
         "oracle": lambda: OracleDrafter(expected()),
     }[name]()
