@@ -168,7 +168,7 @@ class HiSpecArm(ChainArm):
         seconds = self.slowness * self._seconds(sequences, load, inners, rounds, windows) + overhead
         accepted = self.acceptance.accepted(most)
         emitted = 1.0 + np.interp(windows, np.arange(most + 1), accepted)
-        rows = zip(goals.tolist(), emitted.tolist(), seconds.tolist(), inners.tolist(), strict=True)
+        rows = zip(goals, emitted, seconds, inners, strict=True)
         return [ChainPlan(int(goal), float(e), float(s), int(inner)) for goal, e, s, inner in rows]
 
     def _seconds(

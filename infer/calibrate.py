@@ -17,6 +17,7 @@ from .build import ModelOptions, option
 from .cost_model import Calibration, CostModel, Identity, Record, Shape, fit, store, stored
 
 if TYPE_CHECKING:
+    from ..modules.batch import RaggedBatch
     from ..modules.layered_model import LayeredModel
     from .sources import ModelSource
 
@@ -72,7 +73,7 @@ class PassTimer:
             torch.cuda.synchronize(self.model.device)
         return self.clock()
 
-    def _batch(self, shape: Shape):  # type: ignore[no-untyped-def]
+    def _batch(self, shape: Shape) -> RaggedBatch:
         from ..modules.batch import BatchItem, RaggedBatch
 
         each, blocks = shape.tokens // shape.sequences, self._blocks(shape)
