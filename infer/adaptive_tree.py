@@ -244,7 +244,7 @@ class AdaptiveTrees:
         records = memory.successors.after(tail, now)
         sources += _record_sources(records, state.owner)
         if records and ngram:
-            sources.append((SUCCESSOR, OFFSETS["agreement"], _agreement(order, ngram, records[0][1][2])))
+            sources.append((NGRAM, OFFSETS["agreement"], _agreement(order, ngram, records[0][1][2])))
         if depth < 10 and state.guesses:
             sources.append((GUESS, OFFSETS["guess"] + PROBABILITIES * min(depth, 3), state.guesses))
         if depth < 2 and state.earlier:

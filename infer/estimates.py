@@ -109,7 +109,7 @@ class Estimates:
 
 NGRAM = "ngram"
 SLACK = 4.0
-"""Log-odds that further sources may add to a candidate."""
+"""Log-odds that further sources are taken to add at most to a candidate: the one approximation in growing a tree."""
 
 
 def read_prior(prior: Mapping[str, str]) -> list[float]:

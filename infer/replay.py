@@ -68,7 +68,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One drafter on one text. seconds: spent in `propose`, and in `observe` and `read`."""
+    """One drafter on one text. proposing, observing: CPU seconds spent in `propose`, and in `observe` and `read`."""
 
     text: RecordedText
     stats: SequenceStats
@@ -212,9 +212,9 @@ class _Replayed:
         self.proposing = self.observing = 0.0
 
     def run(self) -> Outcome:
-        started = time.perf_counter()
+        started = time.thread_time()
         self._read_prompt()
-        self.observing += time.perf_counter() - started
+        self.observing += time.thread_time() - started
         while len(self.sequence.token_ids) < len(self.token_ids):
             self._step()
         self.drafter.release(self.sequence.sequence_id)
@@ -240,9 +240,9 @@ class _Replayed:
         verdict = verify(tree, lambda node: self._target(tree, last, node))
         places = [last + depth for depth in range(len(verdict.path))]
         self.rows.fill(verdict.path, self.text.top_ids[places], self.text.top_logprobs[places])
-        started = time.perf_counter()
+        started = time.thread_time()
         self.drafter.observe([Observation(sequence, tree, verdict, self.rows.logits[: len(tree)])])
-        self.observing += time.perf_counter() - started
+        self.observing += time.thread_time() - started
         self.rows.forget(verdict.path)
         self._emit(tree, verdict)
 
@@ -256,9 +256,9 @@ class _Replayed:
         if not drafts:
             return TokenTree.root(sequence.token_ids[-1])
         sequence.stats.draft_calls += 1
-        started = time.perf_counter()
+        started = time.thread_time()
         (tree,) = self.drafter.propose([sequence])
-        self.proposing += time.perf_counter() - started
+        self.proposing += time.thread_time() - started
         return tree.clipped(sequence.max_depth, sequence.draft_tokens + 1)
 
     def _target(self, tree: TokenTree, last: int, node: int) -> Any:

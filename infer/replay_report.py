@@ -21,7 +21,7 @@ DEFINITIONS = {
     "MAT": "emitted tokens by passes of the target that gave logits, the pass over the prompt included, and the bonus"
     " or corrected token; plain decoding is exactly 1",
     "budget": "nodes of a proposal, root included; a chain has one drafted token less",
-    "ms": "mean milliseconds of a step in `propose`, and in `observe` and `read` together",
+    "ms": "mean milliseconds of CPU time a step in `propose`, and in `observe` and `read` together, of one thread",
 }
 
 
