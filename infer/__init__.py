@@ -9,8 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .auto import AutoDrafter
+    from .cost_model import Calibration, CostModel
     from .draft_model import DraftModelDrafter
-    from .drafter import Drafter, Observation
+    from .drafter import Drafter, Observation, TreeDrafter
     from .early_exit import EarlyExitDrafter
     from .engine import Engine
     from .exits import EarlyExits, HeadExits
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     from .stats import SequenceStats
 
 __all__ = [
+    "AutoDrafter",
+    "Calibration",
     "Completion",
+    "CostModel",
     "DraftModelDrafter",
     "Drafter",
     "EarlyExitDrafter",
@@ -37,13 +42,18 @@ __all__ = [
     "Sequence",
     "SequenceStats",
     "StreamChunk",
+    "TreeDrafter",
     "load_model",
 ]
 
 _MODULES = {
+    "AutoDrafter": ".auto",
+    "Calibration": ".cost_model",
+    "CostModel": ".cost_model",
     "DraftModelDrafter": ".draft_model",
     "Drafter": ".drafter",
     "Observation": ".drafter",
+    "TreeDrafter": ".drafter",
     "EarlyExitDrafter": ".early_exit",
     "Engine": ".engine",
     "EarlyExits": ".exits",

@@ -123,6 +123,11 @@ class AdaptiveTrees:
         state.grown = self.grow(state, sequence.token_ids, sequence.draft_tokens, sequence.max_depth, now)
         return state.grown.tree()
 
+    def scores(self, sequence: Sequence) -> list[float]:
+        """Of the nodes of its last tree, without the root."""
+        grown = self._state(sequence).grown
+        return [] if grown is None else grown.scores[1:]
+
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """One `likeliest` over the rows of all accepted paths, one transfer."""
         rows = self._classes(torch.cat([seen.logits[seen.verdict.path] for seen in observations]))
@@ -185,6 +190,7 @@ class AdaptiveTrees:
             return
         if state.grown is not None:
             self._settle(state, state.grown, seen.verdict.emitted(seen.tree))
+            state.grown = None  # the next step may be drafted by another
         now, memory = self.clock(), self._memory(state)
         path = [seen.tree.token_ids[node] for node in seen.verdict.path[1:]]
         text = [*sequence.token_ids[-MAX_ORDER:], *path]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from ..modules.bundle import HeadBundle
     from ..modules.layered_model import LayeredModel
+    from .cost_model import CostModel
     from .drafter import Drafter
     from .engine import Engine
     from .exits import EarlyExits
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
 
 METHODS = (
-    "ar, prompt-lookup, logitspec, draft-model, early-exit, hispec, hispec+logitspec, hispec+prompt-lookup or diversed"
+    "auto, ar, prompt-lookup, logitspec, draft-model, early-exit, hispec, hispec+logitspec, hispec+prompt-lookup or"
+    " diversed"
 )
+AUTO = "auto"
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
@@ -185,7 +188,8 @@ class Prepared:
 
     @property
     def uses_exits(self) -> bool:
-        return any(_base_method(method, self.ensemble) in EXIT_DRAFTERS for method in self.methods)
+        needed = drafters_of(self.methods, self.options)
+        return any(_base_method(method, self.ensemble) in EXIT_DRAFTERS for method in needed)
 
     @property
     def is_lossless(self) -> bool:
@@ -217,6 +221,25 @@ class Prepared:
         return Intake(self.tokenizer, config.vocab_size, config.max_position_embeddings)
 
 
+def drafters_of(methods: Sequence[str], options: EngineOptions) -> list[str]:
+    """The methods whose drafters are needed: auto stands for those that it chooses among, which the options name."""
+    needed: dict[str, None] = {}
+    for method in methods:
+        needed |= dict.fromkeys(auto_parts(options) if method == AUTO else (method,))
+    return list(needed)
+
+
+def auto_parts(options: EngineOptions) -> list[str]:
+    """What auto chooses among: LogitSpec always, the others where something is given for them."""
+    hispec = (options.hispec.draft_layer, options.hispec.verify_layer)
+    asked_for = {
+        "draft-model": options.draft_model is not None,
+        "early-exit": options.bundle is not None or options.early_exit.layer is not None,
+        "hispec": options.bundle is not None or any(layer is not None for layer in hispec),
+    }
+    return ["logitspec", *(method for method, asked in asked_for.items() if asked)]
+
+
 def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     """Find the models and check everything that can be refused before weights are read.
 
@@ -231,9 +254,11 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     check_device(options.device)
     _check_numbers(options)
     options, ensemble = _with_ensemble(options, methods)
-    drafting = [_base_method(method, ensemble) for method in methods]
+    drafting = [_base_method(method, ensemble) for method in drafters_of(methods, options)]
     if "draft-model" in drafting and options.draft_model is None:
         raise ValueError("method draft-model needs --draft-model, a smaller model with the same tokenizer")
+    if AUTO in methods and options.logitspec.tree != "adaptive":
+        raise ValueError(f"logitspec.tree must be adaptive for method auto, got {options.logitspec.tree!r}")
     if options.bundle is not None and not any(method in EXIT_DRAFTERS for method in drafting):
         raise ValueError(
             f"bundle is read by {', '.join(EXIT_DRAFTERS)}; method is {' and '.join(dict.fromkeys(methods))}"
@@ -322,17 +347,17 @@ def _with_exits(prepared: Prepared) -> Prepared:
     if bundle is not None:
         prepared = _with_known_base(prepared, bundle, f"bundle {options.bundle!r}")
     prepared = replace(prepared, exits=exits, bundle=bundle)
-    for method in prepared.methods:
+    for method in drafters_of(prepared.methods, options):
         check_request(prepared, GenerationParams(method=method))
     return prepared
 
 
 def check_request(prepared: Prepared, params: GenerationParams) -> None:
     """Raise ValueError for exits that a request asks for and that are not there. Needs no weights."""
-    method = params.method or prepared.methods[0]
-    if _base_method(method, prepared.ensemble) in EXIT_DRAFTERS:
-        assert prepared.exits is not None, "prepare() plans them for these methods"
-        _exit_drafter(method, prepared, prepared.exits).check(params)
+    for method in drafters_of([params.method or prepared.methods[0]], prepared.options):
+        if _base_method(method, prepared.ensemble) in EXIT_DRAFTERS:
+            assert prepared.exits is not None, "prepare() plans them for these methods"
+            _exit_drafter(method, prepared, prepared.exits).check(params)
 
 
 def _check_numbers(options: EngineOptions) -> None:
@@ -372,9 +397,11 @@ def build_engine(prepared: Prepared) -> Engine:
     options = prepared.options
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model = _load_model(prepared)
+    model, cost = _load_model(prepared)
     exits = _exits(prepared, model) if prepared.uses_exits else None
-    drafters = [_ruled(method, prepared, model, exits) for method in prepared.methods if method != "ar"]
+    drafters = [_ruled(method, prepared, model, exits) for method in prepared.methods if method not in ("ar", AUTO)]
+    if AUTO in prepared.methods:
+        drafters.append(_auto(prepared, model, exits, cost))
     return Engine(
         model,
         prepared.tokenizer,
@@ -387,7 +414,8 @@ def build_engine(prepared: Prepared) -> Engine:
     )
 
 
-def _load_model(prepared: Prepared) -> LayeredModel:
+def _load_model(prepared: Prepared) -> tuple[LayeredModel, CostModel | None]:
+    """The target, and for method auto what its passes cost, where that has been measured."""
     from ..modules.bundle import fingerprint
     from ..modules.layered_model import LayeredModel
     from .loading import load_transformers
@@ -397,7 +425,23 @@ def _load_model(prepared: Prepared) -> LayeredModel:
     for name, bundle in named.items():
         if bundle is not None:
             bundle.check_base(fingerprint(loaded), name)
-    return LayeredModel(loaded)
+    cost = None
+    if AUTO in prepared.methods:
+        from .calibrate import identity_of, stored_cost_model
+
+        identity = identity_of(fingerprint(loaded), loaded.dtype, loaded.device)
+        cost = stored_cost_model(identity, prepared.options.cache_dir)
+    return LayeredModel(loaded), cost
+
+
+def _auto(prepared: Prepared, model: LayeredModel, exits: EarlyExits | None, cost: CostModel | None) -> Drafter:
+    """Over drafters of its own: an engine's drafters share no state."""
+    from .auto import MAX_NODES, AutoDrafter
+    from .drafter import TreeDrafter
+
+    tree, *chains = (_drafter(method, prepared, model, exits) for method in auto_parts(prepared.options))
+    assert isinstance(tree, TreeDrafter), "LogitSpec comes first"
+    return AutoDrafter(tree, chains, prepared.options.logitspec.capacity or MAX_NODES, cost)
 
 
 def _exits(prepared: Prepared, model: LayeredModel) -> EarlyExits:
@@ -443,7 +487,7 @@ def _exit_drafter(method: str, prepared: Prepared, exits: EarlyExits) -> Drafter
 
 def check_method(method: str) -> None:
     """Raise ValueError, with the nearest valid name, unless `method` names a drafter or "ar"."""
-    valid = ["ar", *DRAFTERS, *EXIT_DRAFTERS, "diversed"]
+    valid = ["ar", AUTO, *DRAFTERS, *EXIT_DRAFTERS, "diversed"]
     if method not in valid:
         raise ValueError(f"method must be one of {', '.join(valid)}, got {method!r}{did_you_mean(method, valid)}")
 

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("answer a prompt, or a file of prompts", ".generate:generate"),
     "verify": ("check on your own model that the text is that of plain decoding", ".verify:verify"),
     "bench": ("measure methods against each other and against transformers", ".bench:bench"),
+    "calibrate": ("measure what the model's passes cost here, for method auto", ".calibrate:calibrate"),
     "record": ("store what a model says, to evaluate drafters without it", ".record:record"),
     "replay": ("evaluate drafters on a recording", ".replay:replay"),
     "demo": ("see it work on a small model", ".demo:demo"),

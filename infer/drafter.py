@@ -118,8 +118,22 @@ class Drafter:
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """Learn from verified steps. Called once per pass, before what was emitted is handed to the user."""
 
+    def timed(self, seconds: float, new_tokens: int, sequences: int) -> None:
+        """How long the engine's last pass took, drafting and all, with so many new tokens of so many sequences.
+
+        Called after every pass, also after those that it did not draft for.
+        """
+
     def release(self, sequence_id: int) -> None:
         """Forget a sequence that has ended."""
 
     def reset(self) -> None:
         """Forget everything learned across sequences: a used drafter behaves as a fresh one."""
+
+
+class TreeDrafter(Drafter):
+    """A drafter whose trees come best node first, with estimates: any beginning of one is the best tree of its size."""
+
+    def scored(self, sequences: SequenceOf[Sequence]) -> list[tuple[TokenTree, SequenceOf[float]]]:
+        """`propose`, and for each node but the root the estimated probability of its being accepted, falling."""
+        raise NotImplementedError

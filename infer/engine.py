@@ -252,6 +252,11 @@ class Engine:
             model=ran - drafted - reading,
             verifying=(verified - ran) + (ended - observed) + (scheduled - started),
         )
+        for name, drafter in self.drafters.items():
+            try:
+                drafter.timed(ended - started, batch.num_tokens, len(steps))
+            except Exception as error:
+                self._drafter_failed(name, [], error)
         return chunks
 
     def _propose(self, sequences: list[Sequence]) -> dict[int, TokenTree]:
@@ -586,8 +591,9 @@ def _with_wrapped(drafter: Drafter) -> Iterator[Drafter]:
     """A drafter and those it draws on."""
     yield drafter
     for value in vars(drafter).values():
-        if isinstance(value, Drafter):
-            yield from _with_wrapped(value)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Drafter):
+                yield from _with_wrapped(one)
 
 
 def _logprobs(rows: Tensor, verdict: Verdict, block: SequenceOf[int], top: int) -> list[TokenLogprob]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..modules.token_tree import TokenTree
 from .adaptive_tree import AdaptiveTrees
-from .drafter import Drafter, Observation
+from .drafter import Observation, TreeDrafter
 from .ngram_index import NgramIndex
 from .request import Sequence
 
@@ -36,6 +36,8 @@ class Trees(Protocol):
 
     def tree(self, sequence: Sequence) -> TokenTree: ...
 
+    def scores(self, sequence: Sequence) -> list[float]: ...
+
     def observe(self, observations: SequenceOf[Observation]) -> None: ...
 
     def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]: ...
@@ -47,7 +49,7 @@ class Trees(Protocol):
     def reset(self) -> None: ...
 
 
-class LogitSpecDrafter(Drafter):
+class LogitSpecDrafter(TreeDrafter):
     """Drafts a tree from the last logits' candidates and from retrieval.
 
     tree: "paper", the text's continuation after the root and after each of the likely tokens that the root was not; or
@@ -116,6 +118,10 @@ class LogitSpecDrafter(Drafter):
     def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
         return [self._trees.tree(sequence) for sequence in sequences]
 
+    def scored(self, sequences: SequenceOf[Sequence]) -> list[tuple[TokenTree, SequenceOf[float]]]:
+        """Raises ValueError for the paper's trees, which come in the paper's order and without estimates."""
+        return [(self._trees.tree(sequence), self._trees.scores(sequence)) for sequence in sequences]
+
     def observe(self, observations: SequenceOf[Observation]) -> None:
         self._trees.observe(observations)
 
@@ -146,6 +152,9 @@ class PaperTrees:
     def __init__(self, k: int, max_ngram: int, retrieved: int, branch_lengths: SequenceOf[int]) -> None:
         self.k, self.max_ngram, self.retrieved, self.branch_lengths = k, max_ngram, retrieved, branch_lengths
         self._states: dict[int, _State] = {}
+
+    def scores(self, sequence: Sequence) -> list[float]:
+        raise ValueError("tree must be 'adaptive' where estimates are needed, got 'paper'")
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """Keep the best ids of the logits that the next root was drawn from: one top-k, one transfer for all rows."""

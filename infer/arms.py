@@ -1,0 +1,230 @@
+"""The chain drafters that method auto can choose: what each would bring and cost, and how long its chain should be.
+
+What a chain brings follows from the acceptance of its positions, learned online; what it costs, from the cost model and
+from a factor by which its steps have been slower or faster than that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..modules.kv_cache import PagedKVCache
+from ..modules.layered_model import LayeredModel
+from ..modules.token_tree import TokenTree
+from .calibrate import quick_calibration
+from .choice import Acceptance
+from .cost_model import CostModel
+from .draft_model import DraftModelDrafter
+from .drafter import Drafter, Observation
+from .early_exit import EarlyExitDrafter
+from .hierarchical import HierarchicalDrafter
+from .request import GenerationParams, Sequence
+
+LONGEST_CHAIN, LONGEST_INNER = 16, 4
+"""Most tokens that are drafted one after another, and for an intermediate layer."""
+PROBE_STEPS = 3
+"""What was not used for a while reads on before it drafts: a probe is so many steps."""
+DRAFT_SECONDS = 0.4
+"""For the calibration of a draft model."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A step before drafting: its sequences, their tokens to be run, and those in the cache."""
+
+    sequences: int
+    tokens: int
+    context: int
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """length: tokens handed to the model, N_d or for two stages N_i; inner: N_d of those. emitted: expected, by a
+    sequence. seconds: of the whole step."""
+
+    length: int
+    emitted: float
+    seconds: float
+    inner: int | None = None
+
+
+class ChainArm:
+    """A chain drafter under auto; a subclass says what its drafting costs. `model_cost` is the target's."""
+
+    def __init__(self, drafter: Drafter, prior: float = 0.6) -> None:
+        self.drafter, self.name = drafter, drafter.name
+        self.acceptance = Acceptance(prior)
+        self.reset()
+
+    def reset(self) -> None:
+        self.acceptance.reset()
+        self.slowness, self.wait, self.next_probe, self.last_used = 1.0, 32, 32, -PROBE_STEPS
+
+    def attach(self, model: LayeredModel, cache: PagedKVCache, cost: CostModel) -> None:
+        self.drafter.attach(model, cache)
+        self.model, self.model_cost = model, cost
+
+    def best(self, sequences: SequenceOf[Sequence], load: Load, overhead: float) -> ChainPlan:
+        """The plan of the greatest rate, for sequences that it may draft for; load: of the whole step."""
+        most = min(LONGEST_CHAIN, max(min(s.draft_tokens, s.max_depth) for s in sequences))
+        plans = self.plans(sequences, load, max(most, 1), overhead)
+        others = load.sequences - len(sequences)
+        return max(plans, key=lambda plan: (others + len(sequences) * plan.emitted) / plan.seconds)
+
+    def plans(self, sequences: SequenceOf[Sequence], load: Load, most: int, overhead: float) -> list[ChainPlan]:
+        lengths = np.arange(1, most + 1)
+        drafting, saved = self.drafting(sequences, load)
+        verifying = self.model_cost.seconds(
+            load.tokens + len(sequences) * lengths, load.sequences, load.context, share=1.0 - saved
+        )
+        seconds = self.slowness * (drafting * lengths + verifying) + overhead
+        emitted = 1.0 + self.acceptance.accepted(most)[1:]
+        return [ChainPlan(int(n), float(e), float(s)) for n, e, s in zip(lengths, emitted, seconds, strict=True)]
+
+    def drafting(self, sequences: SequenceOf[Sequence], load: Load) -> tuple[float, float]:
+        """(seconds of drafting one more token, part of the target's layers that verification then leaves out)."""
+        raise NotImplementedError
+
+    def propose(self, sequences: SequenceOf[Sequence], plan: ChainPlan) -> list[TokenTree]:
+        return self.drafter.propose([self._bounded(sequence, plan) for sequence in sequences])
+
+    def _bounded(self, sequence: Sequence, plan: ChainPlan) -> Sequence:
+        return replace(sequence, draft_tokens=min(sequence.draft_tokens, plan.length))
+
+    def observe(self, seen: Observation) -> None:
+        """Learn from a proposal of its own."""
+        accepted = seen.verdict.num_accepted
+        self.acceptance.record(accepted, min(accepted + 1, seen.tree.num_drafted))
+
+    def failed(self) -> None:
+        """It raised: as if its first token had been wrong."""
+        self.acceptance.record(0, 1)
+
+    def timed(self, plan: ChainPlan, seconds: float) -> None:
+        """A step of it took so long; the first ones after a pause, in which it reads on, do not count."""
+        ratio = min(max(seconds / plan.seconds, 2 / 3), 1.5)
+        self.slowness = min(max(self.slowness * ratio**0.1, 0.25), 4.0)
+
+    def share(self, sequences: SequenceOf[Sequence]) -> float:
+        """The part of the target's layers that its drafts have been through."""
+        layers = sum(self.drafter.depth(sequence.params) for sequence in sequences) / len(sequences)
+        return layers / self.model.num_layers
+
+    def scratch_tokens(self, draft_tokens: int, params: GenerationParams) -> int:
+        return self.drafter.scratch_tokens(min(draft_tokens, LONGEST_CHAIN), params)
+
+
+class EarlyExitArm(ChainArm):
+    """The first layers draft, and the last ones verify: all but the last drafted token have been through the first."""
+
+    def drafting(self, sequences: SequenceOf[Sequence], load: Load) -> tuple[float, float]:
+        share, count = self.share(sequences), len(sequences)
+        return float(self.model_cost.seconds(count, count, load.context, share=share)), share / 2
+
+
+class DraftModelArm(ChainArm):
+    """A model of its own, with a cost model of its own."""
+
+    def __init__(self, drafter: DraftModelDrafter, cost: CostModel | None = None) -> None:
+        super().__init__(drafter)
+        self.draft, self.own_cost = drafter.model, cost
+
+    def attach(self, model: LayeredModel, cache: PagedKVCache, cost: CostModel) -> None:
+        super().attach(model, cache, cost)
+        self.own_cost = self.own_cost or CostModel(quick_calibration(self.draft, DRAFT_SECONDS))
+
+    def drafting(self, sequences: SequenceOf[Sequence], load: Load) -> tuple[float, float]:
+        assert self.own_cost is not None, "attach() makes one"
+        count = len(sequences)
+        return float(self.own_cost.seconds(count, count, load.context)), 0.0
+
+
+class HiSpecArm(ChainArm):
+    """Two stages: N_d tokens at a time for an intermediate layer, until it has verified N_i.
+
+    Rounds are what costs: each an inner draft and a pass up to L_i, and it brings one token and what it accepts.
+    """
+
+    def __init__(self, drafter: HierarchicalDrafter) -> None:
+        self.inner = Acceptance()
+        self.hierarchical = drafter
+        super().__init__(drafter)
+
+    def reset(self) -> None:
+        super().reset()
+        self.inner.reset()
+
+    def plans(self, sequences: SequenceOf[Sequence], load: Load, most: int, overhead: float) -> list[ChainPlan]:
+        """Every (N_i, N_d) of which the second is not the larger."""
+        goals, inners = np.meshgrid(np.arange(1, most + 1), np.arange(1, min(LONGEST_INNER, most) + 1))
+        goals, inners = goals[inners <= goals], inners[inners <= goals]
+        per_round = 1.0 + self.inner.accepted(LONGEST_INNER)[inners]
+        rounds = np.ceil(goals / per_round)
+        windows = np.minimum(rounds * per_round, float(most))
+        seconds = self.slowness * self._seconds(sequences, load, inners, rounds, windows) + overhead
+        accepted = self.acceptance.accepted(most)
+        emitted = 1.0 + np.interp(windows, np.arange(most + 1), accepted)
+        rows = zip(goals, emitted, seconds, inners, strict=True)
+        return [ChainPlan(int(goal), float(e), float(s), int(inner)) for goal, e, s, inner in rows]
+
+    def _seconds(
+        self, sequences: SequenceOf[Sequence], load: Load, inners: np.ndarray, rounds: np.ndarray, windows: np.ndarray
+    ) -> np.ndarray:
+        count, share, below = len(sequences), self.share(sequences), self._inner_share(sequences)
+        cost, context = self.model_cost, load.context
+        drafting = inners * cost.seconds(count, count, context, share=below)
+        drafting = drafting + cost.seconds(count * (1 + inners), count, context, share=max(share - below, 0.0))
+        last = cost.seconds(load.tokens + count * windows, load.sequences, context, share=1.0 - share)
+        return rounds * drafting + last
+
+    def _inner_share(self, sequences: SequenceOf[Sequence]) -> float:
+        inner = self.hierarchical.inner
+        return sum(inner.depth(s.params) for s in sequences) / len(sequences) / self.model.num_layers
+
+    def propose(self, sequences: SequenceOf[Sequence], plan: ChainPlan) -> list[TokenTree]:
+        before = [_inner_counts(sequence) for sequence in sequences]
+        trees = super().propose(sequences, plan)
+        for sequence, (reached, accepted) in zip(sequences, before, strict=True):
+            now_reached, now_accepted = _inner_counts(sequence)
+            self._learn_inner(now_reached - reached, now_accepted - accepted)
+        return trees
+
+    def _learn_inner(self, reached: Counter[int], accepted: Counter[int]) -> None:
+        """Of a window's rounds: how many decided each depth, and accepted it."""
+        for depth, count in reached.items():
+            for _ in range(count - accepted[depth]):
+                self.inner.record(depth - 1, depth)
+        deepest = max(accepted, default=0)
+        if deepest and reached[deepest] == accepted[deepest]:
+            self.inner.record(deepest, deepest)
+
+    def _bounded(self, sequence: Sequence, plan: ChainPlan) -> Sequence:
+        """What a request has fixed stays."""
+        assert plan.inner is not None
+        window = plan.length if sequence.params.window is None else sequence.params.window
+        inner = sequence.params.inner_draft_tokens or plan.inner
+        params = replace(sequence.params, window=window, inner_draft_tokens=inner)
+        return replace(sequence, params=params, draft_tokens=min(sequence.draft_tokens, window + inner))
+
+    def scratch_tokens(self, draft_tokens: int, params: GenerationParams) -> int:
+        inner = max(LONGEST_INNER, params.inner_draft_tokens or 0)
+        return self.drafter.scratch_tokens(draft_tokens, replace(params, inner_draft_tokens=inner))
+
+
+def _inner_counts(sequence: Sequence) -> tuple[Counter[int], Counter[int]]:
+    return Counter(sequence.stats.inner_reached_at), Counter(sequence.stats.inner_accepted_at)
+
+
+def arm_of(drafter: Drafter) -> ChainArm:
+    """How auto sees a drafter of chains. Raises ValueError for one that it cannot weigh."""
+    if isinstance(drafter, HierarchicalDrafter):
+        return HiSpecArm(drafter)
+    if isinstance(drafter, DraftModelDrafter):
+        return DraftModelArm(drafter)
+    if isinstance(drafter, EarlyExitDrafter):
+        return EarlyExitArm(drafter)
+    raise ValueError(f"auto can choose early-exit, hispec and draft-model besides a tree, got {drafter.name!r}")

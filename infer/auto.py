@@ -1,0 +1,370 @@
+"""Method auto: at each step the draft of the greatest expected tokens per second, or none.
+
+It draws on drafters of its own. Trees that come with estimates share one budget over all sequences; the lengths of
+chains follow from how often their positions are accepted; what either costs says the cost model. What does not pay is
+tried again ever more rarely. All drafters observe every step, whichever drafted, so that they know the text.
+
+What is drafted never changes a greedy text, nor the law of a sampled one. Which text a seed gives depends on the draft
+only where that carries distributions, and which draft is chosen depends on time. So texts that are sampled with a seed
+are drafted for by trees alone, and the same seed gives the same text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from ..modules.kv_cache import PagedKVCache
+from ..modules.layered_model import LayeredModel
+from ..modules.token_tree import TokenTree
+from .arms import PROBE_STEPS, ChainArm, ChainPlan, Load, arm_of
+from .calibrate import quick_calibration
+from .choice import Allocation, Patience, Trust, best_allocation, longest_wait
+from .cost_model import CostModel
+from .drafter import Drafter, Observation, SomeFailed, TreeDrafter
+from .exits import Tap
+from .request import GenerationParams, Sequence
+
+MAX_NODES = 64
+"""Nodes of a tree, root included, where neither engine nor request says otherwise."""
+PROBING_SHARE = 0.01
+"""Of the time, what trying chain drafters again may cost."""
+LONGEST_PROBE_WAIT = 1024
+
+
+@dataclass
+class _Grown:
+    """One sequence's tree as it was grown, and how many of its drafted nodes are run."""
+
+    tree: TokenTree
+    scores: SequenceOf[float]
+    kept: int = 0
+
+
+@dataclass
+class _Step:
+    """What was decided for the pass under way.
+
+    plain: seconds that it would take without a draft, what is learned from it included. overhead: spent on growing
+    trees. expected, accepted: tokens of trees, for what their probabilities are worth.
+    """
+
+    load: Load
+    nodes: int = 0
+    plain: float = 0.0
+    overhead: float = 0.0
+    grown: dict[int, _Grown] = field(default_factory=dict)
+    expected: float = 0.0
+    accepted: float = 0.0
+    arm: ChainArm | None = None
+    plan: ChainPlan | None = None
+    drafted_for: frozenset[int] = frozenset()
+    is_probe: bool = False
+    emitted: int = 0
+
+
+class AutoDrafter(Drafter):
+    """tree: a drafter of trees with estimates, LogitSpec's adaptive ones. chains: drafters of chains.
+
+    bound: nodes of a tree, root included, and length of a chain, where neither engine nor request says otherwise.
+    cost: of the target's passes; None measures them, within two seconds, when an engine takes the drafter.
+    clock: seconds.
+
+    Raises ValueError for no drafter at all, and for one that it cannot weigh.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self,
+        tree: TreeDrafter | None,
+        chains: SequenceOf[Drafter | ChainArm] = (),
+        bound: int = MAX_NODES,
+        cost: CostModel | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if bound < 1:
+            raise ValueError(f"bound must be at least 1, got {bound}")
+        self.arms = [one if isinstance(one, ChainArm) else arm_of(one) for one in chains]
+        self.parts = (*([] if tree is None else [tree]), *(arm.drafter for arm in self.arms))
+        if not self.parts:
+            raise ValueError("auto needs a drafter to choose, got none")
+        self.tree, self.bound, self.cost, self.clock = tree, bound, cost, clock
+        self.exits = tuple(dict.fromkeys(exits for part in self.parts for exits in part.exits))
+        self._clear()
+
+    def _clear(self) -> None:
+        self._trust, self._typical = Trust(), Patience()
+        self._patience: dict[int, Patience] = {}
+        self._new: set[int] = set()  # texts that the trees have not seen
+        self._growth = 0.0  # seconds by a node
+        self._steps = 0
+        self._probe: tuple[ChainArm, int] | None = None
+        self._served = self._probing = 0.0
+        self._observing = self._own = 0.0
+        self._step: _Step | None = None
+
+    def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
+        if self.cost is None:
+            self.cost = CostModel(quick_calibration(model))
+        if self.tree is not None:
+            self.tree.attach(model, cache)
+        for arm in self.arms:
+            arm.attach(model, cache, self.cost)
+
+    # -- what the parts want -------------------------------------------------------------------------------------
+
+    def _chains_for(self, params: GenerationParams) -> list[ChainArm]:
+        """Those that may draft for a request: none where a seed says what the text is."""
+        return [] if params.seed is not None and not params.is_greedy else self.arms
+
+    def check(self, params: GenerationParams) -> None:
+        for part in self.parts:
+            part.check(params)
+
+    def taps(self, params: GenerationParams) -> frozenset[Tap]:
+        return frozenset[Tap]().union(*(arm.drafter.taps(params) for arm in self._chains_for(params)))
+
+    def default_draft_tokens(self) -> int:
+        return self.bound
+
+    def scratch_tokens(self, draft_tokens: int, params: GenerationParams) -> int:
+        wanted = [arm.scratch_tokens(draft_tokens, params) for arm in self._chains_for(params)]
+        return max([draft_tokens, *wanted]) if draft_tokens else 0
+
+    def unread(self, sequence: Sequence, start: int, stop: int) -> SequenceOf[int]:
+        return () if self.tree is None else self.tree.unread(sequence, start, stop)
+
+    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
+        assert self.tree is not None, "nothing was asked for"
+        self.tree.read(sequence, positions, logits)
+
+    def release(self, sequence_id: int) -> None:
+        self._patience.pop(sequence_id, None)
+        self._new.discard(sequence_id)
+        for part in self.parts:
+            part.release(sequence_id)
+
+    def reset(self) -> None:
+        """The cost model stays: it is of the device, not of what was said."""
+        for part in self.parts:
+            part.reset()
+        for arm in self.arms:
+            arm.reset()
+        self._clear()
+
+    # -- the choice ----------------------------------------------------------------------------------------------
+
+    def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
+        started = self.clock()
+        step = self._step = _Step(_load(sequences))
+        self._steps += 1
+        step.grown = self._grow(sequences)
+        step.overhead = self.clock() - started
+        try:
+            return self._decide(sequences, step)
+        finally:
+            self._own += self.clock() - started
+
+    def _grow(self, sequences: SequenceOf[Sequence]) -> dict[int, _Grown]:
+        """Trees of the sequences that it has paid for, or that it is time to try again for."""
+        if self.tree is None:
+            return {}
+        due = [sequence for sequence in sequences if self._patience_of(sequence).is_due(self._steps)]
+        sized = [
+            replace(sequence, draft_tokens=min(sequence.draft_tokens, self._patience_of(sequence).limit + 1))
+            for sequence in due
+        ]
+        if not sized:
+            return {}
+        started = self.clock()
+        found = self.tree.scored(sized)
+        seconds, nodes = self.clock() - started, sum(len(scores) for _, scores in found)
+        if nodes and not any(sequence.sequence_id in self._new for sequence in due):  # a new text is read first
+            sample = seconds / nodes
+            self._growth += (0.1 if self._growth else 1.0) * (min(sample, 3 * (self._growth or sample)) - self._growth)
+        self._new.difference_update(sequence.sequence_id for sequence in due)
+        return {sequence.sequence_id: _Grown(*one) for sequence, one in zip(due, found, strict=True)}
+
+    def _patience_of(self, sequence: Sequence) -> Patience:
+        patience = self._patience.get(sequence.sequence_id)
+        if patience is None:
+            patience = self._patience[sequence.sequence_id] = self._typical.copy(self._steps)
+            self._new.add(sequence.sequence_id)
+        return patience
+
+    def _decide(self, sequences: SequenceOf[Sequence], step: _Step) -> list[TokenTree]:
+        assert self.cost is not None, "attach() makes one"
+        cost, load = self.cost, step.load
+        trees = best_allocation(
+            [one.scores for one in step.grown.values()],
+            lambda nodes: cost.seconds(load.tokens + nodes, load.sequences, load.context) + self._observing,
+            len(sequences) - len(step.grown),
+            self._trust.value,
+            step.overhead,
+            self._growth,
+        )
+        step.plain = trees.plain
+        allowed = [s for s in sequences if self._chains_for(s.params)]
+        step.arm, step.plan = self._choose_arm(allowed, step, trees)
+        if step.arm is None:
+            self._keep(step, trees)
+        self._settle_patience(sequences, step, trees)
+        if step.arm is not None:
+            return self._chain_trees(sequences, allowed, step)
+        return [self._kept_tree(sequence, step) for sequence in sequences]
+
+    def _choose_arm(
+        self, allowed: list[Sequence], step: _Step, trees: Allocation
+    ) -> tuple[ChainArm | None, ChainPlan | None]:
+        """The chain drafter that promises more than the trees, or whose turn it is to be tried again."""
+        if not allowed or not self.arms:
+            return None, None
+        overhead = step.overhead + self._observing
+        plans = {arm: arm.best(allowed, step.load, overhead) for arm in self.arms}
+        others = step.load.sequences - len(allowed)
+
+        def rate(arm: ChainArm) -> float:
+            return (others + len(allowed) * plans[arm].emitted) / plans[arm].seconds
+
+        best = max(self.arms, key=rate)
+        probed = self._probed(None if rate(best) <= trees.rate else best)
+        step.is_probe = probed is not None
+        if probed is None and rate(best) <= trees.rate:
+            return None, None
+        chosen = probed or best
+        return chosen, plans[chosen]
+
+    def _probed(self, best: ChainArm | None) -> ChainArm | None:
+        """An arm that is not the best one now and was not for long, while probing has cost little; for a few steps."""
+        if self._probe is not None and self._probe[1] > 0 and self._probe[0] is not best:
+            self._probe = (self._probe[0], self._probe[1] - 1)
+            return self._probe[0]
+        self._probe = None
+        for arm in self.arms:
+            if arm is best:
+                arm.wait, arm.next_probe = 32, self._steps + 32
+            elif self._steps >= arm.next_probe and self._probing <= PROBING_SHARE * self._served:
+                arm.wait = min(2 * arm.wait, LONGEST_PROBE_WAIT)
+                arm.next_probe = self._steps + arm.wait
+                self._probe = (arm, PROBE_STEPS - 1)
+                return arm
+        return None
+
+    def _keep(self, step: _Step, trees: Allocation) -> None:
+        for one, kept in zip(step.grown.values(), trees.kept, strict=True):
+            one.kept = kept
+        step.nodes = sum(trees.kept)
+
+    def _kept_tree(self, sequence: Sequence, step: _Step) -> TokenTree:
+        grown = step.grown.get(sequence.sequence_id)
+        if grown is None or grown.kept == 0:
+            return TokenTree.root(sequence.token_ids[-1])
+        return grown.tree.clipped(sequence.max_depth, grown.kept + 1)
+
+    def _settle_patience(self, sequences: SequenceOf[Sequence], step: _Step, trees: Allocation) -> None:
+        """Who was grown for: has it saved time? A tree counts for the plain steps that it is expected to save."""
+        tried = [sequence for sequence in sequences if sequence.sequence_id in step.grown]
+        if not tried:
+            return
+        running = (trees.seconds - step.overhead - step.plain) / step.nodes if step.nodes else 0.0  # of a node
+        gained = self._trust.value * step.plain / step.load.sequences  # by an expected token
+        growing = self._growth * sum(len(one.scores) for one in step.grown.values())
+        longest = longest_wait(growing / len(tried) * step.load.sequences, step.plain)
+        total = 0.0
+        for sequence, worthy in zip(tried, trees.worthy, strict=True):
+            grown, patience = step.grown[sequence.sequence_id], self._patience_of(sequence)
+            saved = gained * sum(grown.scores[: grown.kept]) - running * grown.kept - self._growth * len(grown.scores)
+            patience.record(self._steps, saved, longest)
+            patience.size(worthy, sequence.draft_tokens)
+            total += saved
+        self._typical.record(self._steps, total / len(tried), longest)
+        self._typical.size(max(trees.worthy), max(sequence.draft_tokens for sequence in tried))
+
+    def _chain_trees(self, sequences: SequenceOf[Sequence], allowed: list[Sequence], step: _Step) -> list[TokenTree]:
+        arm, plan = step.arm, step.plan
+        assert arm is not None and plan is not None
+        step.drafted_for = frozenset(sequence.sequence_id for sequence in allowed)
+        failed = False
+        try:
+            drafted: SequenceOf[TokenTree | Exception] = arm.propose(allowed, plan)
+        except SomeFailed as some:
+            drafted, failed = some.outcomes, True
+        except Exception:
+            arm.failed()
+            step.plan = None
+            raise
+        by_id = {sequence.sequence_id: tree for sequence, tree in zip(allowed, drafted, strict=True)}
+        trees = [by_id.get(s.sequence_id, TokenTree.root(s.token_ids[-1])) for s in sequences]
+        if failed:
+            arm.failed()
+            step.plan = None
+            raise SomeFailed(trees)
+        done = [tree for tree in trees if isinstance(tree, TokenTree)]
+        step.nodes = sum(tree.num_drafted for tree in done)
+        return done
+
+    # -- what comes of it ----------------------------------------------------------------------------------------
+
+    def observe(self, observations: SequenceOf[Observation]) -> None:
+        started = self.clock()
+        for seen in observations:
+            self._learn(seen)
+        if self._step is not None and self._step.expected:
+            self._trust.record(self._step.expected, self._step.accepted)
+        for part in self.parts:
+            part.observe(observations)
+        seconds = self.clock() - started
+        self._own += seconds
+        if self._step is not None:
+            self._observing += 0.1 * (seconds - self._observing)
+
+    def _learn(self, seen: Observation) -> None:
+        if self._step is None:
+            return
+        emitted = seen.verdict.emitted(seen.tree)
+        self._step.emitted += len(emitted)
+        key, arm = seen.sequence.sequence_id, self._step.arm
+        if arm is not None and key in self._step.drafted_for and seen.tree.num_drafted:
+            arm.observe(seen)
+        grown = self._step.grown.get(key)
+        if grown is None or not emitted:
+            return
+        if grown.kept:
+            self._step.expected += sum(grown.scores[: seen.tree.num_drafted])
+            self._step.accepted += seen.verdict.num_accepted
+        else:  # what was grown and not run is still right or wrong about the next token
+            first = {token_id: grown.scores[node - 1] for token_id, node in grown.tree.children[0].items()}
+            self._step.expected += sum(first.values())
+            self._step.accepted += emitted[0] in first
+
+    def timed(self, seconds: float, new_tokens: int, sequences: int) -> None:
+        step, own = self._step, self._own
+        self._step, self._own = None, 0.0
+        self._served += seconds
+        if step is None:
+            return
+        if step.is_probe:
+            rate = step.load.sequences / step.plain if step.plain else 0.0
+            self._probing += max(seconds - step.emitted / rate, 0.0) if rate else seconds
+        if step.load.sequences != sequences or step.load.tokens + step.nodes != new_tokens:
+            return  # a pass with prompts in it, or with texts that others draft for
+        if step.arm is None:
+            assert self.cost is not None
+            self.cost.learn(max(seconds - own, 1e-9), new_tokens, sequences, step.load.context)
+        elif step.plan is not None:
+            if self._steps - step.arm.last_used <= PROBE_STEPS - 1:
+                step.arm.timed(step.plan, seconds)
+            step.arm.last_used = self._steps
+
+
+def _load(sequences: SequenceOf[Sequence]) -> Load:
+    return Load(
+        len(sequences),
+        sum(sequence.num_pending for sequence in sequences),
+        sum(sequence.table.length for sequence in sequences),
+    )

@@ -1,0 +1,159 @@
+"""How much to draft: the arithmetic behind method auto. No tensors, no model, no clock.
+
+A step over B sequences emits B tokens and what is accepted besides; what counts is tokens by seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+class Allocation(NamedTuple):
+    """kept: drafted nodes of each sequence. emitted: expected tokens of the step. seconds: expected, of the step.
+
+    worthy: nodes of each sequence that would be kept if growing them had still to be paid. plain: seconds of a step
+    without a draft, and without what was spent on one.
+    """
+
+    kept: list[int]
+    emitted: float
+    seconds: float
+    worthy: list[int]
+    plain: float
+
+    @property
+    def rate(self) -> float:
+        return self.emitted / self.seconds
+
+
+def best_allocation(
+    scores: Sequence[Sequence[float]],
+    seconds: Callable[[Array], Array],
+    others: int = 0,
+    trust: float = 1.0,
+    spent: float = 0.0,
+    growth: float = 0.0,
+) -> Allocation:
+    """One budget over all trees: the first n of all nodes in order of their scores, for the n of the greatest rate.
+
+    scores: per tree its nodes' probabilities of being accepted, without the root, falling; so that what is kept of
+        a tree is its beginning. seconds: of a step with so many drafted nodes; every n is tried, it need not be convex.
+    others: sequences of the step without a tree. trust: what the probabilities have proved to be worth.
+    spent: seconds that growing the trees took. growth: what a node usually takes.
+    """
+    flat = np.array([score for tree in scores for score in tree], dtype=np.float64)
+    owners = np.repeat(np.arange(len(scores)), np.array([len(tree) for tree in scores], dtype=np.int64))
+    order = np.argsort(-flat, kind="stable")  # of equals a tree's earlier node first
+    emitted = len(scores) + others + trust * np.concatenate(([0.0], np.cumsum(flat[order])))
+    nodes = np.arange(len(flat) + 1, dtype=np.float64)
+    cost = seconds(nodes)
+
+    def first(count: int) -> list[int]:
+        return np.bincount(owners[order[:count]], minlength=len(scores)).tolist()
+
+    best, worthy = int(np.argmax(emitted / (cost + spent))), int(np.argmax(emitted / (cost + growth * nodes)))
+    return Allocation(first(best), float(emitted[best]), float(cost[best]) + spent, first(worthy), float(cost[0]))
+
+
+class Acceptance:
+    """How likely a chain's token is accepted, given that all before it were, by position; learned, and decayed.
+
+    prior: before anything is known; a later position's is what is known of the one before it. weight: of a prior, in
+    observations. decay: of what was known, at each observation.
+    """
+
+    def __init__(self, prior: float = 0.6, weight: float = 3.0, decay: float = 0.97) -> None:
+        self.prior, self.weight, self.decay = prior, weight, decay
+        self._counts: list[tuple[float, float, float]] = []  # (accepted, decided, weight that the prior still has)
+
+    def reset(self) -> None:
+        self._counts.clear()
+
+    def record(self, num_accepted: int, num_decided: int) -> None:
+        """Of the first `num_decided` positions all were accepted, but the last where `num_accepted` is one less."""
+        while len(self._counts) < num_decided:
+            self._counts.append((0.0, 0.0, self.weight))
+        for position in range(num_decided):
+            accepted, decided, weight = (self.decay * count for count in self._counts[position])
+            self._counts[position] = (accepted + (position < num_accepted), decided + 1.0, weight)
+
+    def accepted(self, most: int) -> Array:
+        """[most + 1] expected accepted tokens of chains of 0 ... most."""
+        found, reach, total, before = [0.0], 1.0, 0.0, self.prior
+        for position in range(most):
+            known = position < len(self._counts)
+            accepted, decided, weight = self._counts[position] if known else (0.0, 0.0, self.weight)
+            before = (accepted + weight * before) / (decided + weight)
+            reach *= before
+            total += reach
+            found.append(total)
+        return np.array(found)
+
+
+class Trust:
+    """Accepted tokens by expected ones, decayed: 1 where probabilities are right, 0 where they say nothing."""
+
+    LEAST, MOST = 0.02, 1.2
+
+    def __init__(self, weight: float = 6.0, decay: float = 0.97) -> None:
+        self.weight, self.decay = weight, decay
+        self.reset()
+
+    def reset(self) -> None:
+        self._expected = self._accepted = self.weight
+
+    def record(self, expected: float, accepted: float) -> None:
+        self._expected = self.decay * self._expected + expected
+        self._accepted = self.decay * self._accepted + accepted
+
+    @property
+    def value(self) -> float:
+        ratio = self._accepted / max(self._expected, 1e-9)
+        return 0.0 if ratio < self.LEAST else min(ratio, self.MOST)
+
+
+@dataclass
+class Patience:
+    """When to try again what does not pay.
+
+    worth: seconds that a try has saved, a running mean; None before the first. wait: steps left out after a fruitless
+    one; doubled at each. next_try: number of the step. limit: nodes that are worth growing.
+    """
+
+    worth: float | None = None
+    wait: int = 0
+    next_try: int = 0
+    limit: int = 8
+
+    def is_due(self, step: int) -> bool:
+        return step >= self.next_try
+
+    def record(self, step: int, saved: float, longest_wait: int) -> None:
+        """A try at `step` has saved so many seconds; negative where it cost them."""
+        self.worth = saved if self.worth is None else self.worth + 0.25 * (saved - self.worth)
+        if self.worth > 0.0:
+            self.wait //= 2
+            self.next_try = step + 1
+        else:
+            self.wait = min(max(2 * self.wait, 1), longest_wait)
+            self.next_try = step + 1 + self.wait
+
+    def size(self, worthy: int, bound: int) -> None:
+        """So many of the nodes that were grown were worth it: the next tree may be half as large again."""
+        self.limit = min(max(worthy + worthy // 2 + 2, self.limit - self.limit // 8, 4), bound)
+
+    def copy(self, step: int) -> Patience:
+        """For another text: what others have taught. It is tried once, so as to know whether it is like them."""
+        return replace(self, next_try=step)
+
+
+def longest_wait(cost: float, step: float, share: float = 0.005, bounds: tuple[int, int] = (4, 64)) -> int:
+    """Steps to leave out, so that tries of `cost` seconds take no more than a share of the time of steps of `step`."""
+    return int(min(max(cost / max(share * step, 1e-12), bounds[0]), bounds[1]))

@@ -1,0 +1,534 @@
+"""Method auto: its choices against brute force, what useless drafters cost, and that no text depends on it."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+from checkpoint import save_tiny
+from heads import random_exits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from speclight.infer.arms import ChainArm
+from speclight.infer.auto import AutoDrafter
+from speclight.infer.bench import parse_methods
+from speclight.infer.build import (
+    EarlyExitOptions,
+    EngineOptions,
+    HiSpecOptions,
+    LogitSpecOptions,
+    build_engine,
+    drafters_of,
+    prepare,
+)
+from speclight.infer.choice import Acceptance, Patience, Trust, best_allocation, longest_wait
+from speclight.infer.cli import main
+from speclight.infer.cost_model import Calibration, CostModel
+from speclight.infer.draft_model import DraftModelDrafter
+from speclight.infer.drafter import Drafter, SomeFailed, TreeDrafter
+from speclight.infer.early_exit import EarlyExitDrafter
+from speclight.infer.engine import Engine
+from speclight.infer.hierarchical import HierarchicalDrafter
+from speclight.infer.logitspec import LogitSpecDrafter
+from speclight.infer.request import GenerationParams
+from speclight.modules.acceptance import OneHot
+from speclight.modules.token_tree import TokenTree
+from support import tiny_lm
+
+NEW_TOKENS, LONG = 24, 300
+CHEAP = Calibration((1, 64), (0.040, 0.046), (0.0, 0.0))
+"""A GPU's: 64 tokens cost little more than one."""
+DEAR = Calibration((1, 2, 64), (0.040, 0.075, 2.0), (0.0, 0.0, 0.0))
+"""A CPU's in float32: nearly every token costs what the first does."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# -- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+falling = st.lists(st.sampled_from([0.05, 0.3, 0.31, 0.5, 0.9, 0.97]), max_size=4).map(lambda s: sorted(s)[::-1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(falling, min_size=0, max_size=4),
+    st.lists(st.floats(0.01, 3.0), min_size=17, max_size=17),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_the_choice_is_the_best_of_all_allocations(scores, table, others, trust):
+    """Of every number of first nodes of every tree, on cost tables of any shape."""
+    costs = np.array(table)
+    found = best_allocation(scores, lambda nodes: costs[nodes.astype(int)], others, trust)
+
+    def rate(kept) -> float:
+        gained = sum(sum(tree[:count]) for tree, count in zip(scores, kept, strict=True))
+        return (len(scores) + others + trust * gained) / costs[sum(kept)]
+
+    best = max(rate(kept) for kept in product(*(range(len(tree) + 1) for tree in scores)))
+    assert found.rate == pytest.approx(best) == pytest.approx(rate(found.kept))
+
+
+def test_a_dip_behind_a_hill_is_found():
+    """Costs need not be convex: four nodes where one or two do not pay."""
+    costs = np.array([1.0, 2.0, 2.0, 2.0, 1.1])
+    assert best_allocation([[0.5, 0.5, 0.4, 0.4]], lambda nodes: costs[nodes.astype(int)]).kept == [4]
+
+
+def test_one_budget_goes_to_whom_it_serves():
+    costs = 1.0 + 0.2 * np.arange(9)
+    scores = [[0.9, 0.8, 0.7, 0.6], [0.1, 0.05, 0.01, 0.01]]
+    assert best_allocation(scores, lambda nodes: costs[nodes.astype(int)]).kept == [4, 0]
+
+
+def test_acceptance_learns_each_position_from_where_it_was_decided():
+    acceptance = Acceptance(prior=0.5, decay=1.0, weight=1.0)
+    for _ in range(200):
+        acceptance.record(1, 2)  # the first accepted, the second not
+    assert acceptance.accepted(4)[1] == pytest.approx(1.0, abs=0.01)
+    assert acceptance.accepted(4)[-1] == pytest.approx(1.0, abs=0.02)
+    acceptance.reset()
+    assert acceptance.accepted(2).tolist() == [0.0, 0.5, 0.75]
+
+
+def test_trust_follows_what_is_accepted_down_and_up_again():
+    trust = Trust()
+    for _ in range(200):
+        trust.record(0.9, 0.0)
+    assert trust.value < 0.02
+    for _ in range(200):
+        trust.record(0.9, 0.9)
+    assert trust.value == pytest.approx(1.0, abs=0.02)
+
+
+def test_patience_doubles_its_waits_to_the_longest_and_ends_when_a_try_pays():
+    patience, tries, step = Patience(), [], 0
+    while step < 100:
+        if patience.is_due(step):
+            tries.append(step)
+            patience.record(step, -1.0, longest_wait=16)
+        step += 1
+    assert tries == [0, 2, 5, 10, 19, 36, 53, 70, 87]
+    patience.record(step, 50.0, longest_wait=16)
+    assert patience.is_due(step + 1) and patience.wait == 8
+
+
+def test_waits_are_as_long_as_a_try_is_dear():
+    assert longest_wait(0.001, 0.040) == 5
+    assert longest_wait(1.0, 0.040) == 64 and longest_wait(0.0, 0.040) == 4
+
+
+# -- on a model with a clock of its own -------------------------------------------------------------------------------
+
+
+class ScriptedTrees(TreeDrafter):
+    """A chain as a tree, of tokens that the script knows, at a cost on the clock. right: of known texts, or never."""
+
+    name = "scripted-trees"
+
+    def __init__(self, clock: Clock, texts, right: bool, seconds: float = 0.001, score: float = 0.95) -> None:
+        self.clock, self.texts, self.right, self.seconds, self.score = clock, texts, right, seconds, score
+        self.calls, self.sizes, self.observed, self.resets = 0, [], 0, 0
+
+    def scored(self, sequences):
+        self.calls += 1
+        self.clock.now += self.seconds * len(sequences)
+        return [self._one(sequence) for sequence in sequences]
+
+    def _one(self, sequence):
+        ahead = self.texts[tuple(sequence.token_ids[: sequence.num_prompt])][sequence.num_emitted :]
+        ahead = ahead[: min(sequence.draft_tokens - 1, sequence.max_depth)]
+        if not self.right:
+            ahead = [(token_id + 1) % 96 for token_id in ahead]
+        self.sizes.append(len(ahead))
+        chain = [sequence.token_ids[-1], *ahead]
+        return TokenTree(chain, range(-1, len(ahead))), [self.score ** (n + 1) for n in range(len(ahead))]
+
+    def observe(self, observations):
+        self.observed += len(observations)
+
+    def reset(self):
+        self.resets += 1
+
+
+class ScriptedChain(Drafter):
+    """The same with distributions, certain of themselves."""
+
+    name = "scripted-chain"
+
+    def __init__(self, clock: Clock, texts, right: bool, seconds: float = 0.002) -> None:
+        self.clock, self.texts, self.right, self.seconds = clock, texts, right, seconds
+        self.calls, self.drafted, self.error = 0, 0, None
+
+    def default_draft_tokens(self):
+        return 4
+
+    def propose(self, sequences):
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        trees = []
+        for sequence in sequences:
+            ahead = self.texts[tuple(sequence.token_ids[: sequence.num_prompt])][sequence.num_emitted :]
+            ahead = ahead[: min(sequence.draft_tokens, sequence.max_depth)]
+            ahead = ahead if self.right else [(token_id + 1) % 96 for token_id in ahead]
+            self.drafted += len(ahead)
+            self.clock.now += self.seconds * len(ahead)
+            trees.append(TokenTree.chain([sequence.token_ids[-1], *ahead], [OneHot(one, 96) for one in ahead]))
+        return trees
+
+
+class ScriptedArm(ChainArm):
+    def drafting(self, sequences, load):
+        return self.drafter.seconds * len(sequences), 0.0
+
+
+class Timed(AutoDrafter):
+    """The engine's time is the real one: here a pass takes what the calibration says, on the fake clock."""
+
+    def __init__(self, *arguments, clock: Clock, real: Calibration, **more) -> None:
+        super().__init__(*arguments, clock=clock, **more)
+        self.fake, self.real, self.before, self.nodes = clock, CostModel(real), clock.now, []
+
+    def timed(self, seconds, new_tokens, sequences):
+        self.fake.now += float(self.real.seconds(new_tokens, sequences))
+        super().timed(self.fake.now - self.before, new_tokens, sequences)
+        self.before = self.fake.now
+        self.nodes.append(new_tokens - sequences)
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
+
+
+@cache
+def long_texts() -> dict[tuple[int, ...], list[int]]:
+    return plain(tuple(map(tuple, PROMPTS)), GenerationParams(max_new_tokens=LONG))
+
+
+@cache
+def plain(prompts, params) -> dict[tuple[int, ...], list[int]]:
+    engine = Engine(tiny_lm(), num_blocks=400)
+    return {tuple(done.prompt_ids): done.token_ids for done in engine.generate([list(one) for one in prompts], params)}
+
+
+def run(drafter: AutoDrafter, count: int = 1, **params):
+    engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
+    done = engine.generate(PROMPTS[:count], GenerationParams(**({"max_new_tokens": LONG} | params)))
+    return engine, done
+
+
+@pytest.mark.parametrize("real", [CHEAP, DEAR], ids=["cheap", "dear"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_drafter_that_is_always_wrong_falls_to_nothing_and_costs_next_to_nothing(real, count):
+    """Three percent of plain decoding, growing and running what is wrong included; and few calls."""
+    clock = Clock()
+    trees = ScriptedTrees(clock, long_texts(), right=False)
+    drafter = Timed(trees, clock=clock, real=real, cost=CostModel(real))
+    _, done = run(drafter, count)
+    assert all(completion.token_ids == long_texts()[tuple(completion.prompt_ids)] for completion in done)
+    steps = done[0].stats.target_passes
+    assert steps == LONG
+    alone = LONG * float(CostModel(real).seconds(count, count))
+    assert clock.now < 1.03 * alone
+    assert trees.calls < 0.3 * steps
+    assert sum(drafter.nodes[-100:]) == 0
+
+
+def test_a_drafter_that_is_always_right_grows_to_the_bound():
+    clock = Clock()
+    trees = ScriptedTrees(clock, long_texts(), right=True)
+    drafter = Timed(trees, clock=clock, real=CHEAP, cost=CostModel(CHEAP), bound=32)
+    _, done = run(drafter)
+    assert done[0].token_ids == long_texts()[tuple(PROMPTS[0])]
+    assert max(drafter.nodes) == 31 and done[0].stats.mat > 12
+    assert max(trees.sizes) == 31 and trees.sizes[0] <= 8  # it begins small
+
+
+@pytest.mark.parametrize("bound", [1, 2, 5])
+def test_a_request_bounds_what_is_drafted(bound):
+    """1 is the root alone; 0 turns drafting off."""
+    clock = Clock()
+    for size in (0, bound):
+        drafter = Timed(ScriptedTrees(clock, long_texts(), True), clock=clock, real=CHEAP, cost=CostModel(CHEAP))
+        _, done = run(drafter, draft_tokens=size, max_new_tokens=60)
+        assert max(drafter.nodes[1:]) == max(size - 1, 0)
+        assert done[0].token_ids == long_texts()[tuple(PROMPTS[0])][:60]
+
+
+def test_where_tokens_are_dear_only_near_certainties_are_run():
+    """In float32 here a second token costs nine tenths of a pass: drafts at 0.95 pay, at 0.8 they do not."""
+    nodes = {}
+    for score in (0.8, 0.97):
+        clock = Clock()
+        trees = ScriptedTrees(clock, long_texts(), right=score > 0.9, score=score, seconds=0.0001)
+        drafter = Timed(trees, clock=clock, real=DEAR, cost=CostModel(DEAR))
+        run(drafter, max_new_tokens=100)
+        nodes[score] = sum(drafter.nodes[1:])
+    assert nodes[0.8] == 0 < nodes[0.97]
+
+
+def test_a_cost_model_that_was_wrong_is_corrected():
+    """It believes that tokens are nearly free; they are not, so what it runs shrinks to what pays: nothing."""
+    clock = Clock()
+    trees = ScriptedTrees(clock, long_texts(), right=True, score=0.3, seconds=0.0001)
+    sizes = (1, 2, 4, 8, 16, 64)
+    steep = Calibration(sizes, tuple(0.03 * n + 0.01 for n in sizes), (0.0,) * 6)
+    flat = Calibration(sizes, tuple(0.04 + 0.001 * n for n in sizes), (0.0,) * 6)
+    drafter = Timed(trees, clock=clock, real=steep, cost=CostModel(flat))
+    run(drafter)
+    half = len(drafter.nodes) // 2
+    assert sum(drafter.nodes[:half]) > 2 * sum(drafter.nodes[half:])
+    assert sum(size > 0 for size in drafter.nodes[half:]) < 0.1 * half
+
+
+def test_chains_are_as_long_as_they_are_accepted_and_useless_ones_are_left():
+    lengths = {}
+    for right in (True, False):
+        clock = Clock()
+        chain = ScriptedChain(clock, long_texts(), right)
+        drafter = Timed(None, [ScriptedArm(chain)], clock=clock, real=CHEAP, cost=CostModel(CHEAP), bound=6)
+        _, done = run(drafter)
+        assert done[0].token_ids == long_texts()[tuple(PROMPTS[0])]
+        lengths[right] = (max(drafter.nodes), chain.calls, clock.now)
+    assert lengths[True][0] == 6 and lengths[True][1] < LONG / 5
+    assert lengths[False][1] < 40
+    assert lengths[False][2] < 1.03 * LONG * 0.040
+
+
+def test_between_drafters_the_faster_one_is_chosen():
+    """A dear one that is right, a cheap one that is right, and one that is wrong."""
+    clock, texts = Clock(), long_texts()
+    dear, cheap, wrong = (
+        ScriptedChain(clock, texts, right, seconds) for right, seconds in [(True, 0.03), (True, 0.001), (False, 0.001)]
+    )
+    arms = [ScriptedArm(one) for one in (dear, wrong, cheap)]
+    trees = ScriptedTrees(clock, texts, right=False)
+    drafter = Timed(trees, arms, clock=clock, real=CHEAP, cost=CostModel(CHEAP))
+    _, done = run(drafter)
+    assert done[0].token_ids == texts[tuple(PROMPTS[0])]
+    assert cheap.drafted > 0.7 * LONG > 5 * (dear.drafted + wrong.drafted)
+    assert trees.observed == done[0].stats.target_passes
+
+
+def test_a_drafter_that_fails_costs_the_step_and_is_left():
+    for error in (RuntimeError("no memory"), None):
+        clock = Clock()
+        chain = ScriptedChain(clock, long_texts(), True)
+        chain.error = error or SomeFailed([RuntimeError("no memory")])
+        drafter = Timed(None, [ScriptedArm(chain)], clock=clock, real=CHEAP, cost=CostModel(CHEAP))
+        engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", num_blocks=400)
+        (done,) = engine.generate(PROMPTS[0], GenerationParams(max_new_tokens=200))
+        assert done.token_ids == long_texts()[tuple(PROMPTS[0])][:200]
+        assert 0 < done.stats.draft_failures == chain.calls < 30
+
+
+def test_a_pass_with_prompts_in_it_teaches_nothing_about_costs():
+    clock = Clock()
+    drafter = Timed(ScriptedTrees(clock, long_texts(), False), clock=clock, real=CHEAP, cost=CostModel(CHEAP), bound=1)
+    learned = []
+    drafter.cost.learn = lambda *sample: learned.append(sample)
+    engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", num_blocks=400, max_batch_tokens=2)
+    engine.add(PROMPTS[0], GenerationParams(max_new_tokens=20))
+    for _ in range(6):
+        engine.step()
+    before = len(learned)
+    engine.add(PROMPTS[2], GenerationParams(max_new_tokens=20))
+    for _ in range(3):
+        engine.step()
+    assert 0 < before == len(learned)
+    engine.step()
+    engine.step()
+    assert len(learned) > before and learned[-1][1:3] == (2, 2)
+
+
+# -- no text depends on it --------------------------------------------------------------------------------------------
+
+
+@cache
+def crowd() -> tuple[tuple[int, ...], ...]:
+    rng = random.Random(2)
+    return tuple(tuple(rng.randrange(96) for _ in range(rng.choice([1, 5, 17]))) * 2 for _ in range(16))
+
+
+def loaded(name: str) -> AutoDrafter:
+    """Every drafter that auto can draw on; costs under which all of them are worth a try."""
+    cost = CostModel(CHEAP)
+    trees = LogitSpecDrafter(k=8)
+    if name == "trees":
+        return AutoDrafter(trees, cost=cost)
+    exits = random_exits("block", (1, 2))
+    hispec = HierarchicalDrafter(EarlyExitDrafter(1, exits=exits), 2, exits=exits)
+    draft = DraftModelDrafter(tiny_lm(), num_blocks=400)
+    draft.name = "draft-model"
+    chains = [EarlyExitDrafter(1, 2, exits=exits), hispec, draft]
+    return AutoDrafter(None if name == "chains" else trees, chains, cost=cost, bound=8)
+
+
+@pytest.mark.parametrize("name", ["trees", "chains", "all"])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_greedy_text_is_that_of_plain_decoding(name, batch):
+    prompts, params = crowd()[:batch], GenerationParams(max_new_tokens=NEW_TOKENS)
+    engine = Engine(tiny_lm(), drafters=[loaded(name)], default_method="auto", strict=True, num_blocks=400)
+    for _ in range(2):
+        done = engine.generate([list(one) for one in prompts], params)
+        assert {tuple(one.prompt_ids): one.token_ids for one in done} == plain(prompts, params)
+        assert sum(one.stats.drafted for one in done) > 0
+    engine.check_invariants()
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_a_seeded_text_is_that_of_plain_decoding(batch):
+    """Only trees draft for it: a chain with distributions would make it depend on time."""
+    prompts = crowd()[:batch]
+    params = GenerationParams(max_new_tokens=NEW_TOKENS, temperature=0.7, seed=5)
+    drafter = loaded("all")
+    engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
+    done = engine.generate([list(one) for one in prompts], params)
+    assert {tuple(one.prompt_ids): one.token_ids for one in done} == plain(prompts, params)
+    assert all(origin.source != "draft-model" for one in done for origin in one.origins)
+
+
+def test_seeded_neighbours_do_not_keep_others_from_chains():
+    drafter = loaded("all")
+    engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
+    seeded = GenerationParams(max_new_tokens=60, temperature=0.9, seed=1)
+    texts = [list(one) for one in crowd()[:2]]
+    done = engine.generate(texts, [seeded, GenerationParams(max_new_tokens=60)])
+    assert done[0].token_ids == plain(crowd()[:1], seeded)[tuple(crowd()[0])]
+    assert any(origin.source in ("draft-model", "early-exit", "hispec") for origin in done[1].origins)
+
+
+def test_with_little_memory_texts_stay_the_same():
+    params = GenerationParams(max_new_tokens=NEW_TOKENS)
+    engine = Engine(tiny_lm(), drafters=[loaded("all")], default_method="auto", strict=True, num_blocks=7)
+    done = engine.generate([list(one) for one in crowd()], params)
+    assert {tuple(one.prompt_ids): one.token_ids for one in done} == plain(crowd(), params)
+    engine.check_invariants()
+
+
+# -- its place in the engine ------------------------------------------------------------------------------------------
+
+
+def test_reset_makes_it_as_fresh_and_keeps_the_cost_model():
+    clock = Clock()
+    trees = ScriptedTrees(clock, long_texts(), right=False)
+    chain = ScriptedChain(clock, long_texts(), right=False)
+    cost = CostModel(CHEAP)
+    drafter = Timed(trees, [ScriptedArm(chain)], clock=clock, real=CHEAP, cost=cost)
+    engine, _ = run(drafter, max_new_tokens=120)
+    used = drafter.nodes[:]
+    drafter.nodes.clear()
+    engine.reset()
+    assert trees.resets == 1 and drafter.cost is cost and drafter._trust.value == 1.0
+    assert drafter.arms[0].acceptance.accepted(1)[1] == pytest.approx(0.6) and not drafter._patience
+    engine.generate(PROMPTS[:1], GenerationParams(max_new_tokens=120))
+    assert drafter.nodes[:10] == used[:10]
+
+
+def test_released_sequences_leave_nothing():
+    drafter = loaded("trees")
+    engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
+    engine.generate([list(one) for one in crowd()[:3]], GenerationParams(max_new_tokens=8))
+    assert not drafter._patience
+
+
+def test_it_refuses_what_it_cannot_weigh_and_to_choose_among_nothing():
+    with pytest.raises(ValueError, match="got none"):
+        AutoDrafter(None)
+    with pytest.raises(ValueError, match="bound must be at least 1, got 0"):
+        AutoDrafter(LogitSpecDrafter(), bound=0)
+    with pytest.raises(ValueError, match="got 'logitspec'"):
+        AutoDrafter(None, [LogitSpecDrafter()])
+
+
+def test_a_drafter_under_it_cannot_be_given_to_another_engine():
+    trees = LogitSpecDrafter()
+    Engine(tiny_lm(), drafters=[AutoDrafter(trees, cost=CostModel(CHEAP))], num_blocks=10)
+    with pytest.raises(ValueError, match="belongs to another engine"):
+        Engine(tiny_lm(), drafters=[trees], num_blocks=10)
+
+
+def test_a_request_with_an_exit_that_is_not_there_is_refused():
+    drafter = AutoDrafter(LogitSpecDrafter(), [EarlyExitDrafter(1)], cost=CostModel(CHEAP))
+    engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", num_blocks=10)
+    with pytest.raises(ValueError, match="draft_layer"):
+        engine.add([1, 2], GenerationParams(draft_layer=99))
+
+
+def test_without_a_cost_model_it_measures_one_when_an_engine_takes_it():
+    drafter = AutoDrafter(LogitSpecDrafter())
+    Engine(tiny_lm(), drafters=[drafter], num_blocks=10)
+    assert drafter.cost is not None and float(drafter.cost.seconds(1)) > 0.0
+
+
+def test_the_estimates_of_trees_fall_and_belong_to_their_nodes():
+    engine = Engine(tiny_lm(), drafters=[trees := LogitSpecDrafter(k=8)], default_method="logitspec", num_blocks=100)
+    engine.add([1, 2, 3, 1, 2], GenerationParams(max_new_tokens=30))
+    for _ in range(4):
+        engine.step()
+    (sequence,) = engine.scheduler.running
+    sequence.draft_tokens, sequence.max_depth = 20, 10
+    ((tree, scores),) = trees.scored([sequence])
+    assert len(scores) == tree.num_drafted > 3
+    assert list(scores) == sorted(scores, reverse=True) and 0.0 < min(scores) <= max(scores) < 1.0
+    with pytest.raises(ValueError, match="tree must be 'adaptive'"):
+        LogitSpecDrafter(tree="paper").scored([sequence])
+
+
+# -- on the command line ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("checkpoints") / "tiny"))
+
+
+def test_generate_needs_nothing_else(model, tmp_path, capsys):
+    given = ["--model", model, "--cache-dir", str(tmp_path), "--prompt", "a b a b", "--max-new-tokens", "12"]
+    texts = []
+    for method in ("auto", "ar"):
+        assert main(["generate", *given, "--method", method]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_it_draws_on_what_something_is_given_for(model):
+    def parts(**given) -> list[str]:
+        return drafters_of(["auto"], EngineOptions(model=model, **given))
+
+    assert parts() == ["logitspec"]
+    assert parts(draft_model=model) == ["logitspec", "draft-model"]
+    assert parts(early_exit=EarlyExitOptions(layer=1)) == ["logitspec", "early-exit"]
+    assert parts(hispec=HiSpecOptions(verify_layer=2)) == ["logitspec", "hispec"]
+    assert parts(bundle="folder") == ["logitspec", "early-exit", "hispec"]
+    options = EngineOptions(model=model, draft_model=model, early_exit=EarlyExitOptions(layer=1))
+    engine = build_engine(prepare(options, ["auto", "logitspec"]))
+    assert [part.name for part in engine.drafters["auto"].parts] == ["logitspec", "draft-model", "early-exit"]
+    assert engine.drafters["auto"].default_draft_tokens() == 64
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logitspec": LogitSpecOptions(tree="paper")}, "logitspec.tree must be adaptive for method auto, got 'paper'"),
+        ({"early_exit": EarlyExitOptions(layer=99)}, "early_exit.layer must be"),
+        ({"draft_model": "nowhere"}, "nowhere"),
+    ],
+)
+def test_what_it_cannot_use_is_refused_before_weights_are_read(model, given, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(EngineOptions(model=model, **given), ["auto"])
+
+
+def test_bench_knows_it_with_a_bound_and_without():
+    assert [(v.method, v.draft_tokens) for v in parse_methods(["auto,auto:8"])][1:] == [("auto", None), ("auto", 8)]

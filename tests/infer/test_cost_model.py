@@ -1,0 +1,264 @@
+"""What passes cost: the arithmetic by hand, learning from serving, and what a stored calibration may be used for."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoint import save_tiny
+from speclight.infer import calibrate
+from speclight.infer.build import EngineOptions, build_engine, prepare
+from speclight.infer.calibrate import (
+    QUICK_SECONDS,
+    CalibrateOptions,
+    PassTimer,
+    identity_of,
+    measured_within,
+    quick_calibration,
+    stored_cost_model,
+)
+from speclight.infer.cost_model import Calibration, CostModel, Identity, Record, Shape, fit, store, stored
+from support import hf_tiny, tiny_lm
+
+CURVE = Calibration((1, 8, 32), (10.0, 12.0, 30.0), (1.0, 2.0, 4.0), context=100, per_sequence=0.5, per_context=0.01)
+IDENTITY = Identity("f" * 64, "bfloat16", "cpu, some processor", 2, "2.13.0")
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_seconds_are_piecewise_linear_with_slopes_for_sequences_and_context():
+    model = CostModel(CURVE)
+    assert model.seconds([1, 8, 32]).tolist() == [11.0, 14.0, 34.0]
+    assert float(model.seconds(20)) == pytest.approx(24.0)  # half-way from 8 to 32
+    assert float(model.seconds(56)) == pytest.approx(54.0)  # the last slope goes on
+    assert float(model.seconds(8, sequences=3)) == pytest.approx(15.0)
+    assert float(model.seconds(8, 3, context=600)) == pytest.approx(20.0)
+    assert float(model.seconds(8, share=0.25)) == pytest.approx(0.25 * 12.0 + 2.0)
+
+
+def test_a_single_size_is_extrapolated_with_care_and_a_short_context_never_makes_a_pass_free():
+    lone = CostModel(Calibration((1,), (10.0,), (0.0,), context=10_000, per_context=0.01))
+    assert float(lone.seconds(101)) > 5 * float(lone.seconds(1))
+    assert float(lone.seconds(1, context=0)) == pytest.approx(5.0)
+
+
+def test_fit_finds_the_curve_and_the_slopes_that_the_passes_were_made_with():
+    def record(tokens: int, sequences: int, context: int) -> Record:
+        total = float(CostModel(CURVE).seconds(tokens, sequences, context * sequences))
+        head = {1: 1.0, 8: 2.0, 32: 4.0}[tokens]
+        return Record(Shape(tokens, sequences, context), total - head, head)
+
+    shapes = [(1, 1, 100), (8, 1, 100), (32, 1, 100), (8, 8, 100), (32, 4, 100), (1, 1, 900)]
+    slower = Record(Shape(8, 1, 100), 99.0, 1.0)
+    found = fit([slower, *(record(*shape) for shape in shapes)])
+    assert found.tokens == CURVE.tokens and found.context == 100
+    assert found.layers == pytest.approx(CURVE.layers) and found.head == pytest.approx(CURVE.head)
+    assert found.per_sequence == pytest.approx(0.5) and found.per_context == pytest.approx(0.01)
+
+
+def test_noise_never_makes_a_larger_pass_cheaper_than_a_smaller_one():
+    found = fit([Record(Shape(1), 10.0, 1.0), Record(Shape(2), 8.0, 0.5), Record(Shape(4), 12.0, 1.5)])
+    assert found.layers == (10.0, 10.0, 12.0) and found.head == (1.0, 1.0, 1.5)
+
+
+def test_nothing_to_fit_is_an_error():
+    with pytest.raises(ValueError, match="one sequence"):
+        fit([Record(Shape(8, 8), 1.0, 0.0)])
+    with pytest.raises(ValueError, match="must rise"):
+        Calibration((2, 1), (1.0, 1.0), (0.0, 0.0))
+
+
+def test_serving_corrects_the_size_it_measures_and_moves_the_others_only_slowly():
+    model = CostModel(CURVE)
+    for _ in range(20):
+        model.learn(28.0, 8)  # twice as long as calibrated
+    assert 24.0 < float(model.seconds(8)) <= 28.0
+    assert 11.0 <= float(model.seconds(1)) < 13.5
+    for _ in range(2000):
+        model.learn(28.0, 8)
+    assert float(model.seconds(1)) == pytest.approx(22.0, rel=0.05)  # it is the machine, not the size
+
+
+def test_an_outlier_counts_little_and_is_forgotten():
+    model = CostModel(CURVE)
+    for _ in range(5):
+        model.learn(14.0, 8)
+    model.learn(14.0 * 1000, 8)
+    assert float(model.seconds(8)) < 14.0 * 1.06
+    for _ in range(100):
+        model.learn(14.0, 8)
+    assert float(model.seconds(8)) == pytest.approx(14.0, rel=0.01)
+
+
+def test_a_pass_between_two_sizes_corrects_both_by_how_near_they_are():
+    model = CostModel(CURVE)
+    for _ in range(50):
+        model.learn(1.2 * float(CostModel(CURVE).seconds(26)), 26)  # three quarters of the way from 8 to 32
+    before, after = CostModel(CURVE).seconds([8, 32]), model.seconds([8, 32])
+    assert 1.0 < after[0] / before[0] < after[1] / before[1] <= 1.2 + 1e-9
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+class SlowMachine:
+    """A timer on a fake clock: a pass takes a tenth of a second and some per token, the first of a size thrice that."""
+
+    def __init__(self, clock: Clock, scale: float = 1.0) -> None:
+        self.clock, self.scale, self.seen = clock, scale, []
+
+    def __call__(self, shape: Shape) -> Record:
+        seconds = self.scale * (0.1 + 0.001 * shape.tokens)
+        self.clock.now += seconds if shape in self.seen else 3 * seconds
+        self.seen.append(shape)
+        return Record(shape, seconds if self.seen.count(shape) > 1 else 3 * seconds, 0.0)
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.3, 1.0, 100.0])
+def test_the_quick_form_keeps_to_its_time(scale):
+    """But for the first pass of all, without which nothing is known."""
+    clock = Clock()
+    machine = SlowMachine(clock, scale)
+    shapes = [Shape(tokens) for tokens in (1, 16, 4, 64)]
+    records = list(measured_within(machine, shapes, QUICK_SECONDS, clock))
+    assert clock.now <= max(QUICK_SECONDS, 3 * scale * 0.101) * 1.35
+    assert {record.shape for record in records} == set(machine.seen) and Shape(1) in machine.seen
+    fit(records)
+
+
+def test_a_first_pass_counts_only_where_there_is_no_second():
+    clock = Clock()
+    records = list(measured_within(SlowMachine(clock, 0.1), [Shape(1), Shape(4)], 1.0, clock))
+    assert len(records) > 2 and max(record.layers for record in records) < 0.011
+
+
+def test_the_quick_form_measures_a_model_and_leaves_room_for_a_short_context():
+    assert quick_calibration(tiny_lm(), 0.3).tokens[0] == 1
+    short = tiny_lm(max_position_embeddings=64)
+    assert quick_calibration(short, 0.1).tokens == (1,)
+
+
+def test_a_pass_of_many_sequences_is_one_of_many_tables():
+    timer = PassTimer(tiny_lm(), [Shape(8, 4, 20)])
+    record = timer(Shape(8, 4, 20))
+    assert record.layers > 0.0 and record.head >= 0.0
+    assert timer._batch(Shape(8, 4, 20)).num_tokens == 8
+
+
+# -- storage ---------------------------------------------------------------------------------------------------------
+
+RECORDS = [Record(Shape(1), 0.02, 0.001), Record(Shape(8, 8, 32), 0.03, 0.002)]
+
+
+def test_what_was_stored_comes_back(tmp_path: Path):
+    path = IDENTITY.path(tmp_path)
+    assert stored(path, IDENTITY) == ([], False)
+    store(path, IDENTITY, RECORDS, complete=False)
+    assert stored(path, IDENTITY) == (RECORDS, False)
+    store(path, IDENTITY, RECORDS, complete=True)
+    assert stored(path, IDENTITY) == (RECORDS, True)
+    assert [other.name for other in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "0" * 64}, {"dtype": "float32"}, {"threads": 4}, {"device": "cuda, H200"}, {"torch": "3.0"}]
+)
+def test_a_calibration_of_something_else_is_neither_found_nor_believed(tmp_path: Path, change: dict):
+    other = replace(IDENTITY, **change)
+    store(IDENTITY.path(tmp_path), IDENTITY, RECORDS, complete=True)
+    assert stored(other.path(tmp_path), other) == ([], False)
+    os.replace(IDENTITY.path(tmp_path), other.path(tmp_path))
+    with pytest.raises(ValueError, match=next(iter(change))):
+        stored(other.path(tmp_path), other)
+    assert stored_cost_model(other, str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 1, "identity": {}, "complete": 1}'])
+def test_a_broken_calibration_is_an_error_that_says_what_to_do(tmp_path: Path, content: str):
+    path = IDENTITY.path(tmp_path)
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(ValueError, match="--overwrite"):
+        stored(path, IDENTITY)
+
+
+def test_one_of_a_future_format_is_refused(tmp_path: Path):
+    path = IDENTITY.path(tmp_path)
+    store(path, IDENTITY, RECORDS, complete=True)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+    with pytest.raises(ValueError, match="format 2"):
+        stored(path, IDENTITY)
+
+
+@pytest.fixture
+def few_shapes(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
+    shapes = [Shape(1, 1, 16), Shape(4, 1, 16), Shape(4, 4, 16)]
+    monkeypatch.setattr(calibrate, "FULL_SHAPES", shapes)
+    monkeypatch.setattr(calibrate, "ROUNDS", 1)
+    return shapes
+
+
+def test_a_killed_calibration_is_continued_and_a_complete_one_kept(tmp_path, few_shapes, monkeypatch, capsys):
+    model = str(save_tiny(tmp_path / "tiny", dtype=torch.float64))
+    options = CalibrateOptions(model=model, cache_dir=str(tmp_path / "cache"))
+    run, ran = PassTimer.__call__, []
+
+    def interrupted(timer: PassTimer, shape: Shape) -> Record:
+        ran.append(shape)
+        if len(ran) == 4:
+            raise KeyboardInterrupt
+        return run(timer, shape)
+
+    monkeypatch.setattr(PassTimer, "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.calibrate(options)
+    (path,) = (tmp_path / "cache" / "calibrations").iterdir()
+    assert not json.loads(path.read_text())["complete"]
+    calibrate.calibrate(options)
+    assert Shape(1, 1, 16) not in ran[4:] and set(ran[4:]) == set(few_shapes[1:])
+    content = path.read_text()
+    assert json.loads(content)["complete"]
+    assert "tokens" in capsys.readouterr().out
+    calibrate.calibrate(options)
+    assert path.read_text() == content
+
+
+def test_an_engine_with_method_auto_takes_a_stored_calibration_and_else_measures(tmp_path, few_shapes, monkeypatch):
+    model, cache = str(save_tiny(tmp_path / "tiny", dtype=torch.float64)), str(tmp_path / "cache")
+    options = EngineOptions(model=model, cache_dir=cache, kv_memory=0.01)
+    asked = []
+    monkeypatch.setattr("speclight.infer.auto.quick_calibration", lambda model: asked.append(model) or CURVE)
+    assert build_engine(prepare(options, ["auto"])).drafters["auto"].cost.calibration == CURVE
+    calibrate.calibrate(CalibrateOptions(model=model, cache_dir=cache))
+    cost = build_engine(prepare(options, ["auto"])).drafters["auto"].cost
+    assert len(asked) == 1 and cost.calibration.tokens == (1, 4)
+    build_engine(prepare(options, ["logitspec"]))
+    assert len(asked) == 1
+
+
+def test_the_identity_names_threads_and_device():
+    from speclight.modules.bundle import fingerprint
+
+    model = hf_tiny()
+    identity = identity_of(fingerprint(model), model.dtype, model.device)
+    assert identity.threads == torch.get_num_threads() and identity.dtype == "float64"
+    assert identity.device.startswith("cpu, ")
+
+
+def test_the_table_has_a_line_for_every_size():
+    lines = calibrate.table(CURVE, 8)
+    assert [line.split()[0] for line in lines[2:5]] == ["1", "8", "32"]
+    assert np.isclose(float(lines[2].split()[-1]), 11_000.0)
