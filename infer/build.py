@@ -282,6 +282,9 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     if ensemble is not None:
         prepared = _with_known_base(prepared, ensemble, f"target.head {options.target.head!r}")
         _check_draft(prepared, ensemble)
+        for method in prepared.methods:
+            if _base_method(method, ensemble) not in EXIT_DRAFTERS:
+                _check_drafts(method, prepared)
     return _with_exits(prepared) if prepared.uses_exits else prepared
 
 
@@ -357,7 +360,18 @@ def check_request(prepared: Prepared, params: GenerationParams) -> None:
     for method in drafters_of([params.method or prepared.methods[0]], prepared.options):
         if _base_method(method, prepared.ensemble) in EXIT_DRAFTERS:
             assert prepared.exits is not None, "prepare() plans them for these methods"
-            _exit_drafter(method, prepared, prepared.exits).check(params)
+            drafter = _exit_drafter(method, prepared, prepared.exits)
+            drafter.check(params)
+            _check_drafts(method, prepared, drafter.depth(params))
+
+
+def _check_drafts(method: str, prepared: Prepared, layer: int | None = None) -> None:
+    """Refuse drafts that a learned rule's head was not trained with."""
+    from .rules import DRAWN, check_drafts
+
+    learned = method == "diversed" or (method in DRAWN and prepared.options.target.rule == "learned")
+    if learned and prepared.ensemble is not None:
+        check_drafts(prepared.ensemble, method, layer)
 
 
 def _check_numbers(options: EngineOptions) -> None:

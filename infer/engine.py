@@ -13,7 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -55,10 +55,12 @@ class _Decoding:
 
 @dataclass(frozen=True)
 class _Step:
-    """One sequence's part of a pass: its share, its proposal (None in mid-prefill) and where its rows begin."""
+    """One sequence's part of a pass: its share, its proposal (None in mid-prefill), and how far what each emitted token
+    was verified against is from the target's own distribution."""
 
     scheduled: Scheduled
     tree: TokenTree | None
+    distances: list[float] = field(default_factory=list)
 
     @property
     def item(self) -> BatchItem:
@@ -377,7 +379,7 @@ class Engine:
             p = decoding.pipeline(rows[node], prefix)
             rule.extend([] if rule else [decoding.drafter.target_rule.bind(tree, states)])
             v = rule[0](node, p, tree.drawn_from(node))
-            sequence.stats.distance += 0.0 if v is p else getattr(v, "distance", 0.0)
+            step.distances.append(0.0 if v is p else getattr(v, "distance", 0.0))
             return v
 
         try:
@@ -456,6 +458,7 @@ class Engine:
         if sequence.num_emitted == 0:
             sequence.stats.seconds_to_first_token = time.perf_counter() - sequence.arrived
         sequence.token_ids.extend(token_ids)
+        sequence.stats.distance += sum(step.distances[: len(token_ids)])
         sequence.origins.extend(_origins(tree, verdict, decoding.drafter.name)[: len(token_ids)])
         sequence.logprobs.extend(values[: len(token_ids)])
         sequence.stats.record_pass(

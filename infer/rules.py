@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..modules.bundle import HeadBundle
 from ..modules.ensemble_head import KIND, EnsembleHead
@@ -25,29 +25,61 @@ def load_ensemble(folder: str) -> HeadBundle:
     draft = bundle.config.get("draft")
     if bundle.kind != KIND:
         raise ValueError(f"target.head {folder!r} holds {bundle.kind!r}; it must hold {KIND!r}")
-    if not isinstance(draft, dict) or draft.get("method") not in ("early-exit", "draft-model"):
+    method = draft.get("method") if isinstance(draft, dict) else None
+    layered = isinstance(draft, dict) and isinstance(draft.get("layer"), int)
+    if method != "draft-model" and not (method == "early-exit" and layered):
         raise ValueError(f"target.head {folder!r} does not say what it was trained with: its draft is {draft!r}")
     EnsembleHead.from_bundle(bundle)
     return bundle
 
 
+READ_BY: dict[str, tuple[str, ...]] = {
+    "weight": ("static",),
+    "max_tv": ("static", "learned"),
+    "head": ("learned",),
+    "lenience": ("lossy",),
+    "cascade": ("cascade",),
+    "alpha": ("cascade",),
+    "bonus": ("static", "learned", "lossy", "cascade"),
+}
+"""Which rules read a setting; method diversed is a learned one."""
+
+RUN_FURTHER = ("draft-model", "early-exit", "diversed")
+"""Methods whose draft can be run one token further, for a bonus from the rule's distribution."""
+
+
 def check_rule(target: TargetOptions, methods: Sequence[str]) -> None:
     """Raise ValueError for settings that are not valid or say nothing here. Of the head only that it is named."""
-    needs_head = target.rule == "learned" or "diversed" in methods
-    if needs_head and target.head is None:
+    rules = {target.rule, "learned" if "diversed" in methods else target.rule}
+    named = " and ".join(dict.fromkeys(methods))
+    for name, readers in READ_BY.items():
+        changed = getattr(target, name) != type(target).__dataclass_fields__[name].default
+        if changed and not rules & set(readers):
+            raise ValueError(
+                f"target.{name} is read by target.rule {' and '.join(readers)}; target.rule is {target.rule}"
+                f"{' (method diversed is learned)' if 'learned' in readers else ''}"
+            )
+    if "learned" in rules and target.head is None:
         raise ValueError("method diversed and target.rule learned need --target.head, a folder of an ensemble head")
-    if target.head is not None and not needs_head:
+    drawn = [method for method in methods if method in DRAWN and (method != "diversed" or target.rule == "learned")]
+    if target.rule != "exact" and not drawn:
         raise ValueError(
-            f"target.head is read by target.rule learned and method diversed; target.rule is {target.rule}"
+            f"target.rule {target.rule} needs a method whose drafts are drawn ({', '.join(DRAWN[:-1])}); method is "
+            f"{named}, whose proposals are verified exactly or by a head"
         )
-    if target.rule != "exact" and not any(method in DRAWN for method in methods):
-        raise ValueError(
-            f"target.rule {target.rule} needs a method whose drafts are drawn ({', '.join(DRAWN)}); "
-            f"method is {' and '.join(dict.fromkeys(methods))}, whose proposals are verified exactly"
-        )
-    simple = target if target.rule != "learned" else replace(target, rule="exact")
-    make_rule(simple, None)
+    if target.bonus == "ensemble" and not any(method in RUN_FURTHER for method in methods):
+        raise ValueError(f"target.bonus ensemble needs one of {', '.join(RUN_FURTHER)}; method is {named}")
+    make_rule(target if target.rule != "learned" else replace(target, rule="exact"), None)
     StaticEnsemble(0.5, target.max_tv)
+
+
+def check_drafts(head: HeadBundle, method: str, layer: int | None) -> None:
+    """Raise ValueError unless these are drafts of the kind that a head was trained with. layer: the exit's."""
+    draft = head.config["draft"]
+    if method not in ("diversed", draft["method"]):
+        raise ValueError(f"target.head was trained with method {draft['method']}; method is {method}")
+    if draft["method"] == "early-exit" and layer != draft["layer"]:
+        raise ValueError(f"target.head was trained with the exit after layer {draft['layer']}; draft_layer is {layer}")
 
 
 def make_rule(target: TargetOptions, head: HeadBundle | None) -> TargetRule:
@@ -69,7 +101,7 @@ def learned_rule(target: TargetOptions, head: HeadBundle) -> LearnedEnsemble:
     return LearnedEnsemble(EnsembleHead.from_bundle(head), target.max_tv, target.bonus == "ensemble")
 
 
-def _named(name: str, make: Any) -> TargetRule:
+def _named(name: str, make: Callable[[], TargetRule]) -> TargetRule:
     try:
         return make()
     except ValueError as error:
@@ -89,7 +121,12 @@ def with_heads_of(options: EngineOptions, head: HeadBundle) -> EngineOptions:
                 "give it with --draft-model"
             )
         return options
-    if draft.get("bundle") is None:
+    if not isinstance(draft.get("bundle"), str):
+        if options.bundle is not None:
+            raise ValueError(
+                f"target.head {options.target.head!r} was trained with the model's own norm as exit; it cannot be used "
+                f"with bundle {options.bundle!r}"
+            )
         return options
     beside = Path(options.target.head or "").expanduser().resolve().parent / draft["bundle"]
     folder = options.bundle or (str(beside) if beside.is_dir() else None)

@@ -54,7 +54,7 @@ class TargetRule:
             row = soft(p)
             return Greedy.of(self.value(row, aligned(soft(q), row.shape[0]), weight).dense(), p)
         row = p.dense()
-        return self.value(row, aligned(q.dense(), row.shape[0]), weight)
+        return self.value(row, aligned(q.dense().to(row), row.shape[0]), weight)
 
     def value(self, p: Tensor, q: Tensor, weight: float) -> Mixture | Lenient | Replaced:
         """[vocab] rows over the target's vocabulary -> the distribution, with its `distance` to p."""

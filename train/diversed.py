@@ -7,8 +7,9 @@ and draft are not among the module's parameters, so nothing but the head is trai
     maximise  E[ R ] + lambda E[ 1 - w TV(p, q) ]
 
 by the clipped surrogate of REINFORCE++ on R, and the gradient of the second term, which is exact at each token, apart
-from the advantages. Its sign is that of more acceptance: too large a lambda drives w to 0 and the text to the draft's,
-which `budget` can keep from happening.
+from the advantages. Advantages are normalised, so lambda counts in units of the rewards' spread, and a batch in which
+every answer earns the same only pushes w down. Too large a lambda drives w to 0 and the text to the draft's, which
+`budget` can keep from happening.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .callbacks import RngState
 from .checkpoint import HEADS, RECORD, check_base, check_kind, check_settings, check_tensors
 from .reinforce import Budget, Reinforce, clipped, log_mixture
 from .rollout import Rollouts, RolloutSampler
-from .task_data import PromptBatch, StoredRollouts
+from .task_data import PromptBatch, RolloutBatch, StoredRollouts
 
 SEEDS_PER_PROMPT = 1024
 """Texts that one prompt can have in one epoch without drawing the same random numbers as its neighbour."""
@@ -61,6 +62,7 @@ class DiversedModule(LightningModule):
     estimator: see Reinforce. acceptance_weight: lambda. budget: turns it, None leaves it.
     inner_epochs, minibatches: passes over a step's tokens, and into how many updates each is cut.
     lr, weight_decay, grad_clip: AdamW's, and the largest norm of a gradient.
+    device: of the models; None: the trainer's.
 
     Logged per step: reward, acceptance (accepted / drafted), tv (to the target, per token), w and its quantiles,
     surrogate, clip_fraction, grad_norm, lambda, tokens/s of the rollouts and the seconds of both parts.
@@ -95,6 +97,7 @@ class DiversedModule(LightningModule):
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         kv_memory: float = 2.0,
         seed: int = 0,
+        device: str | None = None,
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
@@ -107,6 +110,8 @@ class DiversedModule(LightningModule):
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 <= seed < 1024:
+            raise ValueError(f"seed must be from 0 to 1023, got {seed}")
         if samples > SEEDS_PER_PROMPT:
             raise ValueError(f"samples must be at most {SEEDS_PER_PROMPT}, got {samples}")
         if estimator.is_centred and samples < 2:
@@ -121,9 +126,10 @@ class DiversedModule(LightningModule):
         self.method, self.draft_layer, self.num_draft = method, draft_layer, num_draft
         self.head_settings = {"hidden": hidden, "norm": norm, "initial_weight": initial_weight}
         self.samples, self.max_new_tokens = samples, max_new_tokens
-        self.estimator, self.budget, self.strength = estimator, budget, acceptance_weight
+        self.estimator, self.budget = estimator, budget
+        self.acceptance_weight = self.strength = acceptance_weight  # the second is what a budget turns
         self.inner_epochs, self.minibatches, self.grad_clip = inner_epochs, minibatches, grad_clip
-        self.lr, self.weight_decay, self.seed = lr, weight_decay, seed
+        self.lr, self.weight_decay, self.seed, self.device_name = lr, weight_decay, seed, device
         self.engine_options = partial(
             EngineOptions,
             model=model,
@@ -182,8 +188,10 @@ class DiversedModule(LightningModule):
             self.heads = EnsembleHead(*sizes, **self.head_settings)  # type: ignore[arg-type]
 
     def _prepared(self) -> Prepared:
-        device = self.trainer.strategy.root_device if self._trainer is not None else torch.device("cpu")
-        return prepare(self.engine_options(device=str(device) if device.type == "cuda" else "cpu"), [self.method])
+        device = self.device_name or str(self.trainer.strategy.root_device)
+        return prepare(
+            self.engine_options(device=device if device.startswith(("cuda", "auto")) else "cpu"), [self.method]
+        )
 
     # -- rollouts ------------------------------------------------------------------------------------------------
 
@@ -204,15 +212,17 @@ class DiversedModule(LightningModule):
         return rollouts
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Prompts stay on the host; stored rollouts go where the head is."""
-        return batch.to(device) if isinstance(batch, Rollouts) else batch
+        """A step puts what it needs where it needs it."""
+        return batch
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def training_step(self, batch: PromptBatch | Rollouts | None, batch_idx: int) -> None:
+    def training_step(self, batch: PromptBatch | RolloutBatch, batch_idx: int) -> None:
         started = time.perf_counter()
-        rollouts = self.roll_out(batch, self.current_epoch, self.samples) if isinstance(batch, PromptBatch) else batch
-        assert rollouts is None or isinstance(rollouts, Rollouts)
+        if isinstance(batch, PromptBatch):
+            rollouts: Rollouts | None = self.roll_out(batch, self.current_epoch, self.samples)
+        else:
+            rollouts = batch.rollouts
         rolled = time.perf_counter()
         rollouts = _nothing(self.head) if rollouts is None else rollouts.to(self.device)
         found = self.improve(rollouts, batch_idx)
@@ -346,7 +356,7 @@ class DiversedModule(LightningModule):
             "mat": emitted / max(passes, 1.0),
             "tv": distance / max(emitted, 1.0),
         }
-        found["loss"] = -found["reward"] - self.strength * (1.0 - w_tv / max(tokens, 1.0))
+        found["loss"] = -found["reward"] - self.acceptance_weight * (1.0 - w_tv / max(tokens, 1.0))
         for name, value in found.items():
             shown = name in ("reward", "acceptance")
             self.log(f"{stage}/{name}", value, prog_bar=shown, sync_dist=True, batch_size=1)

@@ -57,7 +57,8 @@ def reward_to_go(
         return found
     total = torch.zeros_like(rewards).index_add_(0, texts, costs)
     sums = costs.cumsum(0)
-    first = torch.cat((texts.new_ones(1, dtype=torch.bool), texts[1:] != texts[:-1]))
+    first = torch.ones_like(texts, dtype=torch.bool)
+    first[1:] = texts[1:] != texts[:-1]
     before = (sums - costs)[first]  # of the text's first token
     position = first.cumsum(0) - 1
     return found - (total[texts] - (sums - costs - before[position]))

@@ -70,7 +70,8 @@ class Rollouts:
 
     def without_states(self) -> Rollouts:
         """A small record, for measuring only."""
-        return replace(self, draft=self.draft[:0], target=self.target[:0])
+        none = {name: getattr(self, name).new_zeros(0, getattr(self, name).shape[1]) for name in ("draft", "target")}
+        return replace(self, **none)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "counts"}

@@ -44,7 +44,10 @@ class RolloutOptions:
     num_draft: int = option(5, "tokens drafted at once")
     max_num_seqs: int = option(64, "answers drawn at once")
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "auto: the checkpoint's own")
+    kv_memory: float = option(2.0, "GiB for the key-value cache")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
     seed: int = option(0, "of the answers")
+    trust_remote_code: bool = option(False, "run code that comes with the checkpoint")
 
 
 def rollout(options: RolloutOptions) -> None:
@@ -53,7 +56,7 @@ def rollout(options: RolloutOptions) -> None:
 
     module, data = _module(options), _data(options)
     folder = Path(options.output).expanduser()
-    facts = _facts(options, module)
+    facts = _facts(options, module, data.datasets["train"].fingerprint())
     _check_folder(folder, facts)
     rows = data.datasets["train"]
     starts = range(0, len(rows), options.batch_prompts)
@@ -80,7 +83,7 @@ def _module(options: RolloutOptions) -> DiversedModule:
         "samples",
         "max_new_tokens",
     )
-    shared += ("num_draft", "max_num_seqs", "dtype", "seed")
+    shared += ("num_draft", "max_num_seqs", "dtype", "kv_memory", "device", "seed", "trust_remote_code")
     module = DiversedModule(**{name: getattr(options, name) for name in shared})
     module.setup("fit")
     if options.head is not None:
@@ -110,14 +113,16 @@ def _data(options: RolloutOptions) -> TaskDataModule:
     return data
 
 
-def _facts(options: RolloutOptions, module: DiversedModule) -> dict[str, str]:
-    """What rollouts may only be used with, and how they were made."""
-    settings = {name: value for name, value in vars(options).items() if name not in ("output", "limit", "max_num_seqs")}
+def _facts(options: RolloutOptions, module: DiversedModule, data: str) -> dict[str, str]:
+    """What rollouts may only be used with, and how they were made. data: fingerprint of the prompts."""
+    aside = ("output", "limit", "max_num_seqs", "kv_memory", "device", "data")
+    settings = {name: value for name, value in vars(options).items() if name not in aside}
     weights = b"".join(tensor.detach().numpy().tobytes() for tensor in module.head.state_dict().values())
     made: dict[str, Any] = {
         "base_fingerprint": module.base_fingerprint,
         "draft": json.dumps(module.draft),
         "head": hashlib.sha256(weights).hexdigest()[:16],
+        "data": data,
         "settings": json.dumps(settings),
     }
     return made

@@ -135,7 +135,7 @@ class StoredRollouts(Dataset[Rollouts | None]):
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for file in self.files:
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
         return digest.hexdigest()[:16]
 
 
@@ -149,12 +149,20 @@ class RolloutDataModule(RowsDataModule):
 
     def __init__(self, model: str, train: str, seed: int = 0, allow_pickle: bool = False) -> None:
         super().__init__(model, {"train": train, "val": None, "test": None}, None, None, 1, seed, None, allow_pickle)
-        self.collate = _only
+        self.collate = RolloutBatch.collate
 
     def read_split(self, name: str) -> StoredRollouts:  # type: ignore[override]
         return StoredRollouts(self.sources[name])
 
 
-def _only(rows: Sequence[Rollouts | None]) -> Rollouts | None:
-    (row,) = rows
-    return row
+@dataclass
+class RolloutBatch:
+    """One file's rollouts; None for what only fills up a rank's share. (Lightning would skip a batch that is None, and
+    the other ranks would wait for this one.)"""
+
+    rollouts: Rollouts | None
+
+    @classmethod
+    def collate(cls, rows: Sequence[Rollouts | None]) -> RolloutBatch:
+        (row,) = rows
+        return cls(row)

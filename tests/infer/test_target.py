@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 
 import pytest
 import scipy.stats
 import torch
+from checkpoint import save_tiny, tiny_tokenizer
+from speclight.infer.cli import main
 from speclight.infer.draft_model import DraftModelDrafter
 from speclight.infer.early_exit import EarlyExitDrafter
 from speclight.infer.engine import Engine
@@ -15,7 +18,7 @@ from speclight.infer.hierarchical import HierarchicalDrafter
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.request import GenerationParams
 from speclight.infer.target import Exact, LearnedEnsemble, Lossy, SpecCascade, StaticEnsemble
-from speclight.modules.acceptance import Dense
+from speclight.modules.bundle import fingerprint_checkpoint
 from speclight.modules.ensemble import Lenient, Mixture
 from speclight.modules.ensemble_head import EnsembleHead
 from support import TableLM, random_table, tiny_lm
@@ -191,12 +194,11 @@ def test_greedy_text_is_the_argmax_of_the_mixture(batch):
     engine.watchers.append(watch)
     prompts = [[5, 9, 3, index] for index in range(batch)]
     done = engine.generate(prompts, GenerationParams(max_new_tokens=30))
-    for index, one in enumerate(done):
+    for one in done:
         mine = [row for row in rows if row[0] == one.request_id][: len(one.token_ids)]
         assert one.token_ids == [token for _, token, _ in mine]
         checked["differ"] += sum(not same for *_, same in mine)
         assert one.stats.distance == pytest.approx(sum(not same for *_, same in mine))
-        assert index >= 0
     assert checked["differ"] > 0
 
 
@@ -277,4 +279,78 @@ def test_a_rule_is_an_engine_wide_choice_where_it_is_given_to_the_engine():
     rule = StaticEnsemble(0.2)
     engine = Engine(TableLM(P_TABLE), drafters=[EarlyExitDrafter(1)], target_rule=rule, num_blocks=50)
     assert all(drafter.target_rule is rule for drafter in engine.drafters.values())
-    assert isinstance(Dense(torch.ones(1)), Dense)
+
+
+# --- on the command line ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A model, and a head for drafts from its own exit after layer 1."""
+    folder = tmp_path_factory.mktemp("home")
+    save_tiny(folder / "model")
+    fingerprint = fingerprint_checkpoint(folder / "model")
+    draft = {"method": "early-exit", "layer": 1, "bundle": None, "digest": None}
+    EnsembleHead(32, 32).to_bundle(fingerprint, draft, "model").save(folder / "head")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--method", "early-exit", "--target.weight", "0.1"], "target.weight is read by target.rule static"),
+        (["--method", "early-exit", "--target.rule", "lossy", "--target.max-tv", "0.1"], "target.max_tv is read by"),
+        (["--method", "early-exit", "--target.rule", "static", "--target.weight", "2"], "target.weight must be in"),
+        (["--method", "logitspec", "--target.rule", "static"], "needs a method whose drafts are drawn"),
+        (["--method", "diversed"], "need --target.head"),
+        (["--method", "diversed", "--target.head", "HEAD", "--target.rule", "lossy"], "needs a method whose drafts"),
+        (
+            ["--method", "hispec", "--target.rule", "static", "--target.bonus", "ensemble"],
+            "target.bonus ensemble needs",
+        ),
+        (["--method", "early-exit", "--target.head", "HEAD"], "target.head is read by"),
+        (
+            ["--method", "diversed", "--target.head", "HEAD", "--draft-layer", "2"],
+            "trained with the exit after layer 1",
+        ),
+        (
+            ["--method", "early-exit", "--target.head", "HEAD", "--target.rule", "learned", "--early-exit.layer", "2"],
+            "trained with the exit after layer 1",
+        ),
+        (["--method", "hispec", "--target.head", "HEAD", "--target.rule", "learned"], "trained with method early-exit"),
+        (["--method", "diversed", "--target.head", "MODEL"], "is not a bundle|bundle.json|lacks"),
+    ],
+)
+def test_a_mistake_is_one_line_before_weights_are_read(home, capsys, monkeypatch, flags, message):
+    monkeypatch.setattr("speclight.infer.loading.load_transformers", None)  # nothing may be loaded
+    named = {"HEAD": str(home / "head"), "MODEL": str(home / "model")}
+    given = [named.get(flag, flag) for flag in flags]
+    assert main(["generate", "--model", str(home / "model"), "--prompt", "abc", *given]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1
+
+
+def test_a_distance_counts_only_what_was_emitted():
+    """A stop string cuts a block of accepted drafts: what lay behind it was verified, and is no part of the text."""
+    model, tokenizer = tiny_lm(), tiny_tokenizer()
+    drafter = EarlyExitDrafter(1, 4)
+    drafter.target_rule = StaticEnsemble(0.0)
+    engine = Engine(model, tokenizer, drafters=[drafter], default_method="early-exit", num_blocks=200, strict=True)
+    seen_at = {}
+
+    def watch(observations):
+        for seen in observations:
+            for offset, node in enumerate(seen.verdict.path):
+                p, q = seen.logits[node].softmax(-1), seen.tree.drawn_from(node)
+                far = 0.0 if q is None else float((p - q.dense()).clamp(min=0).sum())
+                seen_at[seen.sequence.index, seen.sequence.num_emitted + offset] = far
+
+    engine.watchers.append(watch)
+    params = GenerationParams(max_new_tokens=40, temperature=1.0, seed=3, stop=tuple("abcdefghij"), n=40)
+    done = engine.generate([[5, 9, 3]], params)
+    cut = 0
+    for one in done:
+        expected = sum(seen_at[one.index, place] for place in range(len(one.token_ids)))
+        assert one.stats.distance == pytest.approx(expected)
+        cut += (one.index, len(one.token_ids)) in seen_at
+    assert cut > 5  # texts in which more was verified than emitted

@@ -86,7 +86,9 @@ def test_equal_rewards_teach_nothing_and_break_nothing(reward):
     rewards, texts = torch.full((5,), reward), torch.tensor([0, 0, 1, 2, 3, 4, 4])
     found = Reinforce().advantages(rewards, torch.arange(5), texts, torch.zeros(7), torch.zeros(7))
     assert torch.equal(found, torch.zeros(7))
-    assert normalised(torch.zeros(0)).shape == (0,)
+    none, no_text = torch.zeros(0), torch.zeros(0, dtype=torch.long)  # a rank that has nothing
+    for one in (Reinforce(), Reinforce(kl=0.1), Reinforce("reinforce++-baseline", kl=0.1)):
+        assert one.advantages(none, no_text, no_text, none, none).shape == (0,)
 
 
 def test_the_ratio_is_one_before_the_first_update():
