@@ -282,9 +282,6 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     if ensemble is not None:
         prepared = _with_known_base(prepared, ensemble, f"target.head {options.target.head!r}")
         _check_draft(prepared, ensemble)
-        for method in prepared.methods:
-            if _base_method(method, ensemble) not in EXIT_DRAFTERS:
-                _check_drafts(method, prepared)
     return _with_exits(prepared) if prepared.uses_exits else prepared
 
 
@@ -292,12 +289,15 @@ def _with_ensemble(options: EngineOptions, methods: Sequence[str]) -> tuple[Engi
     """The options with what an ensemble head names besides itself, and the head, where a method reads one."""
     if options.target == TargetOptions() and "diversed" not in methods:
         return options, None
-    from .rules import check_rule, load_ensemble, with_heads_of
+    from .rules import DRAWN, check_drafts, check_rule, load_ensemble, with_heads_of
 
     check_rule(options.target, methods)
     if options.target.head is None:
         return options, None
     head = load_ensemble(options.target.head)
+    for method in methods:
+        if method in DRAWN and options.target.rule == "learned":
+            check_drafts(head, method, None)
     return with_heads_of(options, head), head
 
 
@@ -365,7 +365,7 @@ def check_request(prepared: Prepared, params: GenerationParams) -> None:
             _check_drafts(method, prepared, drafter.depth(params))
 
 
-def _check_drafts(method: str, prepared: Prepared, layer: int | None = None) -> None:
+def _check_drafts(method: str, prepared: Prepared, layer: int) -> None:
     """Refuse drafts that a learned rule's head was not trained with."""
     from .rules import DRAWN, check_drafts
 

@@ -74,11 +74,11 @@ def check_rule(target: TargetOptions, methods: Sequence[str]) -> None:
 
 
 def check_drafts(head: HeadBundle, method: str, layer: int | None) -> None:
-    """Raise ValueError unless these are drafts of the kind that a head was trained with. layer: the exit's."""
+    """Raise ValueError unless drafts are of the kind that a head was trained with. layer: the exit's, if known."""
     draft = head.config["draft"]
     if method not in ("diversed", draft["method"]):
         raise ValueError(f"target.head was trained with method {draft['method']}; method is {method}")
-    if draft["method"] == "early-exit" and layer != draft["layer"]:
+    if draft["method"] == "early-exit" and layer not in (None, draft["layer"]):
         raise ValueError(f"target.head was trained with the exit after layer {draft['layer']}; draft_layer is {layer}")
 
 

@@ -202,46 +202,25 @@ def _prompts(options: ParetoOptions) -> tuple[Task, RewardFunction, list[TaskPro
 
 def _prepare(options: ParetoOptions, method: str) -> tuple[Prepared, list[HeadBundle]]:
     """The models, and the heads, each checked against model and drafts as if it were the only one."""
+    from ..infer.rules import load_ensemble
+
     engine = replace(
         options, target=TargetOptions(), max_num_seqs=max(options.max_num_seqs, options.batch_size * options.samples)
     )
     prepared = prepare(_drafting_at(engine, options.draft_layer), [method])
     heads: list[HeadBundle] = []
     for folder in options.heads:
+        head = load_ensemble(folder)
         ruled = replace(prepared.options, target=TargetOptions(rule="learned", head=folder))
-        head = prepare(ruled, [method]).ensemble
-        assert head is not None, "prepare() loads it"
-        _check_draft_size(prepared, head, folder)
-        layer = _checked_layer(prepared.options, head, folder)
-        prepared = prepare(_drafting_at(ruled, layer), [method])  # with the exit heads that the head names
+        if ruled.early_exit.layer is None:
+            ruled = _drafting_at(ruled, head.config["draft"].get("layer"))
+        prepared = prepare(ruled, [method])  # with the exit heads that the head names
         heads.append(head)
     return prepared, heads
 
 
 def _drafting_at(options: EngineOptions, layer: int | None) -> EngineOptions:
     return options if layer is None else replace(options, early_exit=replace(options.early_exit, layer=layer))
-
-
-def _check_draft_size(prepared: Prepared, head: HeadBundle, folder: str) -> None:
-    """Of a draft model no more is known than that its states must fit."""
-    from ..infer.loading import text_config
-
-    size = None if prepared.draft_source is None else text_config(prepared.draft_source).hidden_size
-    if size not in (None, head.config["draft_size"]):
-        raise ValueError(
-            f"head {folder!r} was trained with drafts of hidden size {head.config['draft_size']}; "
-            f"the draft model {prepared.options.draft_model!r} has {size}"
-        )
-
-
-def _checked_layer(options: EngineOptions, head: HeadBundle, folder: str) -> int | None:
-    """The layer that drafted in a head's training. Raises ValueError where another, or exit heads, would draft here."""
-    draft, layer = head.config["draft"], options.early_exit.layer
-    if draft["method"] == "early-exit" and layer not in (None, draft.get("layer")):
-        raise ValueError(f"head {folder!r} was trained with drafts of layer {draft.get('layer')}; here it is {layer}")
-    if draft["method"] == "early-exit" and draft.get("bundle") is None and options.bundle is not None:
-        raise ValueError(f"head {folder!r} was trained without exit heads; bundle is {options.bundle!r}")
-    return draft.get("layer")
 
 
 def _params(options: ParetoOptions, method: str) -> GenerationParams:

@@ -309,17 +309,18 @@ def test_a_mistake_is_refused_before_weights_are_read(model, data, tmp_path, cap
 
 def test_heads_of_other_drafts_or_models_are_refused(model, head, data, tmp_path, capsys):
     other = save_tiny(tmp_path / "other", seed=5)
-    wide = save_tiny(tmp_path / "wide", hidden_size=64, head_dim=16)
-    drafted = save_head(model, tmp_path / "f", method="draft-model", layer=None)
     cases = [
         ([head], ["--rules", "static"], "heads are read by rule learned"),
-        ([head], ["--draft-layer", "1"], "was trained with drafts of layer 2; here it is 1"),
-        ([head, save_head(model, tmp_path / "b", layer=3)], [], "was trained with drafts of layer 3; here it is 2"),
+        ([head], ["--draft-layer", "1"], "trained with the exit after layer 2; draft_layer is 1"),
+        (
+            [head, save_head(model, tmp_path / "b", layer=3)],
+            [],
+            "trained with the exit after layer 3; draft_layer is 2",
+        ),
         ([save_head(model, tmp_path / "c", method="draft-model")], ["--method", "early-exit"], "method draft-model"),
         ([save_head(other, tmp_path / "d")], [], "belongs to another base"),
         ([save_head(model, tmp_path / "e", bundle="exits", digest="0")], [], "do not lie beside it"),
         ([head, head], [], "'head' is given twice"),
-        ([drafted], ["--draft-model", str(wide)], "drafts of hidden size 32; the draft model"),
     ]
     for heads, flags, message in cases:
         assert command(model, data, tmp_path / "out", "--heads", *heads, *flags) == 2
