@@ -26,7 +26,7 @@ def soft(distribution: Distribution) -> Row:
     return distribution.probs if isinstance(distribution, Dense | Peak) else distribution.dense()
 
 
-def aligned(q: Row, size: int) -> Row:
+def aligned(q: Float[Tensor, "draft"], size: int) -> Float[Tensor, "target"]:
     """q over the target's vocabulary: what it lacks has no mass; what only q knows is left out, and sums fall short."""
     if q.shape[0] == size:
         return q
