@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from speclight.infer.build import EngineOptions, build_engine, prepare
+from speclight.infer.build import EngineOptions, TargetOptions, build_engine, prepare
 from speclight.infer.compare import NEAR_TIE, first_difference, logit_gap, token_at
 from speclight.infer.engine import Engine
 from speclight.infer.loading import load_model, load_transformers, resolve_model
@@ -64,6 +64,7 @@ def test_greedy_ids_equal_transformers_generate(engine, prompts, reference, meth
 
 
 BUNDLE = Path(__file__).parents[2] / "checkpoints/hispec-smollm2-135m"
+VERIFIER = BUNDLE.with_name("diversed-smollm2-135m")
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,20 @@ def test_the_demos_heads_draft_what_is_accepted_and_change_nothing(with_heads, p
 def test_the_demos_bundle_is_small_and_says_what_was_measured():
     assert sum(path.stat().st_size for path in BUNDLE.iterdir()) <= 16e6
     assert HeadBundle.load(BUNDLE).card["measured"]
+
+
+def test_the_demos_verifier_accepts_more_and_stays_within_its_bound(smollm2, with_heads, prompts):
+    path, cache_dir = smollm2
+    target = TargetOptions(head=str(VERIFIER), max_tv=0.2)
+    options = EngineOptions(model=path, dtype="float32", cache_dir=cache_dir, kv_memory=0.5, target=target)
+    engine = build_engine(prepare(options, ["diversed"]))
+    params = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "seed": 0, "draft_tokens": 3}
+    total = {}
+    for name, one, layer in (("diversed", engine, None), ("early-exit", with_heads, 8)):
+        done = one.generate(prompts, GenerationParams(method=name, draft_layer=layer, **params))
+        total[name] = SequenceStats.total(text.stats for text in done)
+    assert 0 < total["diversed"].mean_distance <= 0.2 and total["early-exit"].distance == 0
+    assert total["diversed"].acceptance_rate > total["early-exit"].acceptance_rate
 
 
 def test_drafts_are_accepted_on_text_that_repeats(engine, prompts):
