@@ -321,7 +321,7 @@ LAW_DRAFTERS += ["random-tree", "early-exit", "hispec", "hispec-one", "hispec+lo
 
 
 # (sequences in a pass, block size, blocks): some are too few for all, so that sequences are preempted
-LAW_SETTINGS = [(1, 1, 64), (1, 16, 64), (3, 1, 16), (3, 16, 4), (16, 1, 40), (16, 16, 18)]
+LAW_SETTINGS = [(1, 16, 64), (3, 1, 16), (3, 16, 4), (16, 1, 40), (16, 16, 18)]
 LAW_CASES = [(name, *setting) for name in LAW_DRAFTERS for setting in LAW_SETTINGS] + [("auto", *LAW_SETTINGS[-1])]
 
 
@@ -329,7 +329,7 @@ LAW_CASES = [(name, *setting) for name in LAW_DRAFTERS for setting in LAW_SETTIN
 def test_sampled_texts_have_the_targets_law(name, batch, block_size, num_blocks):
     """Layer 4: chi-square over all 64 texts of three tokens, every one of known probability.
 
-    p must exceed 1e-5, so all 73 cases together fail a right engine with probability 7.3e-4; the seeds are fixed.
+    p must exceed 1e-5, so all 61 cases together fail a right engine with probability 6.1e-4; the seeds are fixed.
     """
     table, runs = random_table(VOCAB, seed=3, order=2, scale=1.0), 1600
     one = table_drafter(name)
