@@ -74,9 +74,9 @@ class WatchedDraft(EarlyExitDrafter):
 
     seen: list[tuple[int, list[int], torch.Tensor]]
 
-    def _draw(self, chain, row):
+    def _draw(self, chain, states, row):
         self.seen.append((self.depth(chain.sequence.params), chain.sequence.token_ids + chain.token_ids, row))
-        super()._draw(chain, row)
+        super()._draw(chain, states, row)
 
 
 class WatchedWindow(HierarchicalDrafter):
@@ -84,11 +84,11 @@ class WatchedWindow(HierarchicalDrafter):
 
     seen: list[tuple[int, list[int], torch.Tensor]]
 
-    def _verify(self, window, tree, rows):
+    def _verify(self, window, tree, states, rows):
         for node, row in enumerate(rows):
             path = [tree.token_ids[i] for i in tree.path_to(node)[1:]]
             self.seen.append((window.layer, window.shadow.token_ids + path, row))
-        return super()._verify(window, tree, rows)
+        return super()._verify(window, tree, states, rows)
 
 
 @pytest.mark.parametrize("inner", ["early-exit", "logitspec"])
@@ -137,16 +137,16 @@ class Passages:
         self.counts: Counter = Counter()
         self.tokens: dict[int, int] = {}  # by slot
         model, cache = engine.model, engine.cache
-        run, logits, tap, keep = model.run, exits.logits, exits.tap, cache.keep
+        run, predict, tap, keep = model.run, exits.predict, exits.tap, cache.keep
 
         def counting_run(hidden, batch, cache, start, stop):
             self.tokens.update(zip(batch.slot_mapping.tolist(), batch.token_ids.tolist(), strict=True))
             self.count(batch, range(start, stop))
             return run(hidden, batch, cache, start, stop)
 
-        def counting_logits(layer, hidden, batch, rows):
+        def counting_predict(layer, hidden, batch, rows):
             self.count(batch, [f"head {layer}"])
-            return logits(layer, hidden, batch, rows)
+            return predict(layer, hidden, batch, rows)
 
         def counting_tap(layer, hidden, batch):
             self.count(batch, [f"head {layer}"])
@@ -159,7 +159,7 @@ class Passages:
                     self.tokens[target] = self.tokens[source]
             keep(kept)
 
-        model.run, exits.logits, exits.tap, cache.keep = counting_run, counting_logits, counting_tap, moving_keep
+        model.run, exits.predict, exits.tap, cache.keep = counting_run, counting_predict, counting_tap, moving_keep
 
     def count(self, batch: RaggedBatch, places) -> None:
         for group in batch.groups:

@@ -112,7 +112,7 @@ def test_the_demos_verifier_accepts_more_and_stays_within_its_bound(smollm2, wit
 
 def test_drafts_are_accepted_on_text_that_repeats(engine, prompts):
     (result,) = engine.generate([prompts[NAMES.index("copying")]], GenerationParams(method="logitspec"))
-    assert result.stats.mat > 1.5 and result.stats.retrieval_rate > 0.8
+    assert result.stats.mat > 1.5 and result.stats.retrieval_rate > 0.3  # remembered successors are no lookups
 
 
 def test_the_self_check_passes(engine):
