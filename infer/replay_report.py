@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import replace_file
-from .report import markdown_table
+from .report import bullets, markdown_table, new_figure, png
 from .stats import SequenceStats, ratio
 from .summary import ALL
 
@@ -87,26 +86,18 @@ def _group_table(report: Mapping[str, Any], budget: int) -> str:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    parts = ["# speclight replay", _bullets(report["recording"]), "## MAT by node budget", mat_table(report)]
+    parts = ["# speclight replay", bullets(report["recording"]), "## MAT by node budget", mat_table(report)]
     for budget in _budgets(report):
         parts += [f"## MAT by group, {budget} nodes", _group_table(report, budget)]
     costs = _table(report, lambda result: f"{result['propose_ms']:.2f} + {result['observe_ms']:.2f}")
     parts += ["## Cost of drafting, ms a step: propose + observe", costs]
-    parts += ["## What the words say", _bullets(report["definitions"])]
+    parts += ["## What the words say", bullets(report["definitions"])]
     return "\n\n".join(parts) + "\n"
-
-
-def _bullets(facts: Mapping[str, Any]) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 
 def draw(report: Mapping[str, Any]) -> bytes:
     """A PNG: MAT over the node budget, and by group at the largest budget."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.0, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.0, 4.2)
     by_budget, by_group = figure.subplots(1, 2, width_ratios=(2, 3))
     names = list(dict.fromkeys(result["method"] for result in report["results"]))
     for index, name in enumerate(names):
@@ -125,6 +116,4 @@ def draw(report: Mapping[str, Any]) -> bytes:
     by_group.set_xticks(range(len(labels)), labels, fontsize=8)
     by_group.set_title(f"by group, {_budgets(report)[-1]} nodes", fontsize=10)
     figure.legend(loc="outside lower center", fontsize=8, ncols=4)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
+    return png(figure)

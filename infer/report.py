@@ -181,17 +181,18 @@ def _baselines(summary: Mapping[str, Any]) -> list[str]:
 
 def render_markdown(report: Mapping[str, Any]) -> str:
     header = report["header"]
-    parts = [f"# {header['title']}", "## What was run", _bullets(header["facts"])]
+    parts = [f"# {header['title']}", "## What was run", bullets(header["facts"])]
     if header["flags"]:
         parts += ["## Read with care", "\n".join(f"- {flag}" for flag in header["flags"])]
-    parts += ["## All prompts", overall_table(report), "## What the columns say", _bullets(report["definitions"])]
+    parts += ["## All prompts", overall_table(report), "## What the columns say", bullets(report["definitions"])]
     parts += ["## By group", *(f"### {title}\n\n{table}" for title, table in group_tables(report))]
     if report["differences"]:
         parts += ["## Where texts part from plain decoding", _difference_table(report)]
     return "\n\n".join(parts) + "\n"
 
 
-def _bullets(facts: Mapping[str, Any]) -> str:
+def bullets(facts: Mapping[str, Any]) -> str:
+    """`- name: value`, a line each."""
     return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 
@@ -211,17 +212,29 @@ def _difference_table(report: Mapping[str, Any]) -> str:
     return markdown_table(["method", "question", "repeat", "token", "logit gap", ""], rows)
 
 
-def draw(report: Mapping[str, Any]) -> bytes:
-    """A PNG: speed-up by group and method, ratio of totals with its interval, over the strongest baseline there is."""
+def new_figure(width: float, height: float) -> Any:
+    """An empty picture of so many inches, drawn without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def draw(report: Mapping[str, Any]) -> bytes:
+    """A PNG: speed-up by group and method, ratio of totals with its interval, over the strongest baseline there is."""
     summary = report["summary"]
     baseline = _baselines(summary)[-1]
     methods = [method for method in summary if baseline in summary[method][ALL]["speedup"]]
     groups = list(next(iter(summary.values())))
-    figure = Figure(figsize=(max(7.0, 1.5 * len(groups) + 1.5), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(max(7.0, 1.5 * len(groups) + 1.5), 4.2)
     axes = figure.add_subplot()
     for index, method in enumerate(methods):
         _draw_bars(
@@ -233,9 +246,7 @@ def draw(report: Mapping[str, Any]) -> bytes:
     axes.set_title(report["header"]["title"], fontsize=10)
     if methods:
         figure.legend(loc="outside lower center", fontsize=8, ncols=4)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
+    return png(figure)
 
 
 def _draw_bars(axes: Any, index: int, count: int, label: str, cells: Sequence[Mapping[str, Any] | None]) -> None:

@@ -83,28 +83,38 @@ class Exact(TargetRule):
         return lambda node, p, q: p
 
 
-class StaticEnsemble(TargetRule):
-    """w p + (1 - w) q with one w for all tokens. Raises ValueError for a weight outside [0, 1] or max_tv below 0."""
+class Ensemble(TargetRule):
+    """w p + (1 - w) q; subclasses say what w is. Raises ValueError for max_tv outside [0, 1]."""
 
-    def __init__(self, weight: float, max_tv: float = 1.0, bonus: bool = False) -> None:
+    def __init__(self, max_tv: float, bonus: bool) -> None:
         super().__init__(bonus)
-        if not 0.0 <= weight <= 1.0:
-            raise ValueError(f"weight must be in [0, 1], 1 being the target itself, got {weight}")
-        self.weight, self.max_tv = weight, _checked_bound(max_tv)
-
-    def bind(self, tree: TokenTree, states: Tensor) -> BoundRule:
-        return lambda node, p, q: p if q is None else self._between(p, q, self.weight)
+        if not 0.0 <= max_tv <= 1.0:
+            raise ValueError(f"max_tv must be in [0, 1], 1 being no bound, got {max_tv}")
+        self.max_tv = max_tv
 
     def value(self, p: Tensor, q: Tensor, weight: float) -> Mixture:
         return Mixture(p, q, weight, self.max_tv)
 
 
-class LearnedEnsemble(TargetRule):
+class StaticEnsemble(Ensemble):
+    """w p + (1 - w) q with one w for all tokens. Raises ValueError for a weight outside [0, 1] or max_tv below 0."""
+
+    def __init__(self, weight: float, max_tv: float = 1.0, bonus: bool = False) -> None:
+        super().__init__(max_tv, bonus)
+        if not 0.0 <= weight <= 1.0:
+            raise ValueError(f"weight must be in [0, 1], 1 being the target itself, got {weight}")
+        self.weight = weight
+
+    def bind(self, tree: TokenTree, states: Tensor) -> BoundRule:
+        return lambda node, p, q: p if q is None else self._between(p, q, self.weight)
+
+
+class LearnedEnsemble(Ensemble):
     """w p + (1 - w) q with w from a head, token by token (DIVERSED)."""
 
     def __init__(self, head: EnsembleHead, max_tv: float = 1.0, bonus: bool = False) -> None:
-        super().__init__(bonus)
-        self.head, self.max_tv = head, _checked_bound(max_tv)
+        super().__init__(max_tv, bonus)
+        self.head = head
 
     def bind(self, tree: TokenTree, states: Tensor) -> BoundRule:
         if tree.states is None:
@@ -119,9 +129,6 @@ class LearnedEnsemble(TargetRule):
         if found != wanted:
             raise ValueError(f"the ensemble head is for hidden sizes {wanted} of draft and target, these have {found}")
         return self.head.to(draft.device)(draft, target).tolist()
-
-    def value(self, p: Tensor, q: Tensor, weight: float) -> Mixture:
-        return Mixture(p, q, weight, self.max_tv)
 
 
 class Lossy(TargetRule):
@@ -158,9 +165,3 @@ class SpecCascade(TargetRule):
         allowed = Mixture(p, q, 0.0).dense()  # q, without what p forbids
         row = self.RULES[self.rule](p, allowed, self.alpha)
         return Replaced(row, total_variation(p, row))
-
-
-def _checked_bound(max_tv: float) -> float:
-    if not 0.0 <= max_tv <= 1.0:
-        raise ValueError(f"max_tv must be in [0, 1], 1 being no bound, got {max_tv}")
-    return max_tv

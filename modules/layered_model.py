@@ -139,12 +139,6 @@ class LayeredModel(nn.Module):
         return self.config.hidden_size
 
     @property
-    def final_size(self) -> int:
-        """Width of what `final` gives."""
-        project_out = getattr(self.decoder, "project_out", None)
-        return self.hidden_size if project_out is None else project_out.out_features
-
-    @property
     def max_positions(self) -> int:
         return self.config.max_position_embeddings
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..infer.files import replace_file
-from ..infer.report import markdown_table
+from ..infer.report import bullets, markdown_table, new_figure, png
 from .pareto_arms import EXACT, LEARNED, STATIC
 
 DEFINITIONS = {
@@ -133,7 +132,7 @@ def table(summary: Mapping[str, Any], columns: Sequence[Column] = MAIN) -> str:
 def render_markdown(report: Mapping[str, Any]) -> str:
     summary, z = report["summary"], report["largest_z"]
     rest = {arm: figures for arm, figures in summary.items() if figures["line"] not in (EXACT, STATIC)}
-    parts = [f"# {report['title']}", "![fronts](report.png)", READING, "## What was run", _bullets(report["facts"])]
+    parts = [f"# {report['title']}", "![fronts](report.png)", READING, "## What was run", bullets(report["facts"])]
     if report["flags"]:
         parts += ["## Read with care", "\n".join(f"- {flag}" for flag in report["flags"])]
     parts += ["## All arms", table(summary)]
@@ -142,13 +141,9 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     parts += ["## Theory beside it", table(summary, THEORY)]
     if z["largest"] is not None:
         parts.append(f"The largest |z| of {z['of']} is {z['largest']:.1f}.")
-    parts += ["## What the columns say", _bullets(report["definitions"])]
+    parts += ["## What the columns say", bullets(report["definitions"])]
     parts += ["## Again", f"```sh\n{report['facts']['command']}\n```"]
     return "\n\n".join(parts) + "\n"
-
-
-def _bullets(facts: Mapping[str, Any]) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 
 # --- the picture -----------------------------------------------------------------------------------------------------
@@ -156,11 +151,7 @@ def _bullets(facts: Mapping[str, Any]) -> str:
 
 def draw(report: Mapping[str, Any]) -> bytes:
     """A PNG: reward over acceptance with intervals, and distance over acceptance."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7.5, 8.5)
     top, bottom = figure.subplots(2, 1, sharex=True)
     lines: dict[str, dict[str, Mapping[str, Any]]] = {}
     for arm, figures in report["summary"].items():
@@ -175,9 +166,7 @@ def draw(report: Mapping[str, Any]) -> bytes:
     top.legend(fontsize=8)
     bottom.set_ylabel("distance to the target per token")
     bottom.set_xlabel("acceptance: accepted by drafted tokens, %")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
+    return png(figure)
 
 
 STYLES: Mapping[str, Mapping[str, Any]] = {
