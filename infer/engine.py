@@ -28,7 +28,7 @@ from ..modules.sampling import LogitsPipeline, logprobs, make_generator
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter, Observation, SomeFailed
 from .intake import Intake, paired
-from .mailbox import Mailboxes
+from .mailbox import Mailbox, Mailboxes
 from .memory import blocks_within
 from .request import Completion, GenerationParams, Prompt, Sequence, StreamChunk, TokenLogprob, TokenOrigin
 from .scheduler import Scheduled, Scheduler
@@ -190,18 +190,17 @@ class Engine:
         request_ids: filled with the ids given to the prompts, in their order. Requests added otherwise run along, and
         their chunks come out of the next `step`.
         """
-        mine = request_ids if request_ids is not None else []
+        mine, box = request_ids if request_ids is not None else [], Mailbox()
         try:
             for prompt, one in paired(prompts, params):
                 mine.append(self.add(prompt, one))
-                self._mail.open(mine[-1])
-            while True:
-                ready = self._mail.take(mine)
-                yield from ready
-                if not ready and not self._live.keys() & set(mine):
-                    return
-                if not ready:
+                self._mail.open(mine[-1], box)
+            while box or any(request_id in self._live for request_id in reversed(mine)):  # the last ends last, mostly
+                if not box:
                     self._mail.deliver(self._pass())
+                ready = box.copy()
+                box.clear()
+                yield from ready
         finally:
             self._cancel(set(mine))
             self._mail.close(mine)

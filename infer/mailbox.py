@@ -6,34 +6,28 @@ from collections.abc import Iterable
 
 from .request import StreamChunk
 
+Mailbox = list[StreamChunk]
+
 
 class Mailboxes:
-    """Streams side by side, and `step` beside them, each get their own chunks, in order, once."""
+    """Streams side by side, and `step` beside them, each get their own chunks, in the order they came, once."""
 
     def __init__(self) -> None:
-        self._streamed: dict[str, list[StreamChunk]] = {}  # per request of an open stream
-        self._rest: list[StreamChunk] = []
+        self._boxes: dict[str, Mailbox] = {}  # of each request of an open stream, the stream's
+        self._rest: Mailbox = []
 
-    def open(self, request_id: str) -> None:
-        """From now on a stream takes this request's chunks."""
-        self._streamed[request_id] = []
+    def open(self, request_id: str, box: Mailbox) -> None:
+        """From now on this request's chunks go into a stream's box."""
+        self._boxes[request_id] = box
 
     def close(self, request_ids: Iterable[str]) -> None:
-        """No stream takes these any more; what waited for it is gone."""
+        """No stream takes these any more."""
         for request_id in request_ids:
-            self._streamed.pop(request_id, None)
+            self._boxes.pop(request_id, None)
 
     def deliver(self, chunks: Iterable[StreamChunk]) -> None:
         for chunk in chunks:
-            self._streamed.get(chunk.request_id, self._rest).append(chunk)
-
-    def take(self, request_ids: Iterable[str]) -> list[StreamChunk]:
-        """What has come for a stream's requests, request by request."""
-        taken = []
-        for request_id in request_ids:
-            taken += self._streamed[request_id]
-            self._streamed[request_id].clear()
-        return taken
+            self._boxes.get(chunk.request_id, self._rest).append(chunk)
 
     def take_rest(self) -> list[StreamChunk]:
         """What no stream waits for."""

@@ -103,18 +103,23 @@ def _token_before(hidden, batch, keys):
     before = torch.zeros(hidden.shape[0], dtype=torch.float64)
     for group in batch.groups:
         order = group.query_index if group.query_index is not None else torch.arange(hidden.shape[0])
-        seen = group.visible.reshape(-1, group.num_keys)
-        slots = group.key_slots.view(group.num_seqs, -1).repeat_interleave(group.num_queries, 0)
         real = group.output_index if group.output_index is not None else torch.arange(len(order))
-        for row in real.tolist():
-            visible = keys[slots[row][seen[row]], 0]
-            position = hidden[order[row], 1]
-            assert sorted(visible[:, 1].tolist()) == list(range(int(position) + 1)), (
-                "a token must see each position once"
-            )
-            hit = visible[visible[:, 1] == position - 1, 0]
-            before[order[row]] = hit[0] if len(hit) else 0.0
+        rows = order[real]
+        seen = group.visible.reshape(-1, group.num_keys)[real]
+        read = keys[group.key_slots, 0].view(group.num_seqs, 1, group.num_keys, -1)
+        ids, positions = read.expand(-1, group.num_queries, -1, -1).flatten(0, 1)[real].unbind(-1)
+        _assert_each_position_is_seen_once(positions, seen, hidden[rows, 1])
+        hit = seen & (positions == hidden[rows, 1, None] - 1)
+        before[rows] = torch.where(hit, ids, 0.0).sum(1)
     return before
+
+
+def _assert_each_position_is_seen_once(positions, seen, own):
+    """positions, seen: [rows, keys]; own: [rows] position of the reading token, the last that it sees."""
+    ordered = torch.where(seen, positions, torch.inf).sort(1).values
+    wanted = torch.arange(ordered.shape[1], dtype=torch.float64).expand_as(ordered)
+    wanted = torch.where(wanted <= own[:, None], wanted, torch.inf)
+    assert torch.equal(ordered, wanted), "a token must see each position once"
 
 
 def random_table(vocab: int, seed: int = 0, order: int = 1, scale: float = 1.5) -> torch.Tensor:
