@@ -474,7 +474,6 @@ def _ruled(method: str, prepared: Prepared, model: LayeredModel, exits: EarlyExi
     if method == "diversed":
         assert prepared.ensemble is not None, "prepare() loads it for this method"
         drafter.name, drafter.target_rule = method, learned_rule(target, prepared.ensemble)
-        drafter.num_tokens = prepared.options.diversed.num_tokens  # type: ignore[attr-defined]
     elif method in DRAWN:
         drafter.target_rule = make_rule(target, prepared.ensemble)
     return drafter
@@ -483,7 +482,8 @@ def _ruled(method: str, prepared: Prepared, model: LayeredModel, exits: EarlyExi
 def _drafter(method: str, prepared: Prepared, model: LayeredModel, exits: EarlyExits | None) -> Drafter:
     base = _base_method(method, prepared.ensemble)
     if base not in EXIT_DRAFTERS:
-        return DRAFTERS[base](prepared, model)
+        sizes = {"num_tokens": prepared.options.diversed.num_tokens} if method == "diversed" else {}
+        return DRAFTERS[base](prepared, model, **sizes)
     assert exits is not None
     return _exit_drafter(method, prepared, exits)
 
@@ -539,16 +539,16 @@ def _prompt_lookup(prepared: Prepared, _: Any = None) -> Drafter:
     return PromptLookupDrafter(**asdict(prepared.options.prompt_lookup))
 
 
-def _draft_model(prepared: Prepared, model: LayeredModel) -> Drafter:
+def _draft_model(prepared: Prepared, model: LayeredModel, **sizes: int) -> Drafter:
     from .draft_model import DraftModelDrafter
     from .loading import load_weights
 
     assert prepared.draft_source is not None, "prepare() resolves it for this method"
     draft = load_weights(prepared.draft_source, str(model.dtype).removeprefix("torch."), str(model.device))
-    return DraftModelDrafter(draft, draft_temperature=prepared.options.draft_temperature)
+    return DraftModelDrafter(draft, draft_temperature=prepared.options.draft_temperature, **sizes)
 
 
-DRAFTERS: dict[str, Callable[[Prepared, LayeredModel], Drafter]] = {
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "prompt-lookup": _prompt_lookup,
     "logitspec": _logitspec,
     "draft-model": _draft_model,

@@ -120,6 +120,7 @@ class Engine:
             exits.attach(model, self.cache, model.num_layers + sum(extra_layers[:index]))
         for drafter in self.drafters.values():
             drafter.attach(model, self.cache)
+            drafter.target_rule.to(model.device)
         self.max_length = min(max_length or model.max_positions, model.max_positions, self.cache.num_slots)
         self._intake = Intake(tokenizer, model.vocab_size, self.max_length)
         self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds, self._scratch)
@@ -378,7 +379,7 @@ class Engine:
             p = decoding.pipeline(rows[node], prefix)
             rule.extend([] if rule else [decoding.drafter.target_rule.bind(tree, states)])
             v = rule[0](node, p, tree.drawn_from(node))
-            step.distances.append(0.0 if v is p else getattr(v, "distance", 0.0))
+            step.distances.append(v.distance)
             return v
 
         try:

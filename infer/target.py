@@ -8,6 +8,7 @@ draft's distribution is known; a proposal that was looked up is always verified 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -44,6 +45,9 @@ class TargetRule:
     def __init__(self, bonus: bool = False) -> None:
         self.bonus = bonus
 
+    def to(self, device: torch.device) -> None:
+        """Called by the engine: where the target's states are."""
+
     def bind(self, tree: TokenTree, states: Tensor) -> BoundRule:
         """The rule for one proposal. states: [nodes, embed] of the target after its final norm."""
         return lambda node, p, q: p if q is None else self._between(p, q, 1.0)
@@ -61,17 +65,16 @@ class TargetRule:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
 class Greedy(OneHot):
     """The argmax of a rule's row. distance: 1 where the target's own is another."""
 
-    distance: float
+    distance: float = 0.0
 
     @classmethod
     def of(cls, row: Tensor, p: OneHot) -> Greedy:
         chosen = peak(row)
-        made = cls(chosen.token_id, chosen.vocab_size)
-        object.__setattr__(made, "distance", float(chosen.token_id != p.token_id))
-        return made
+        return cls(chosen.token_id, chosen.vocab_size, float(chosen.token_id != p.token_id))
 
 
 class Exact(TargetRule):
@@ -116,6 +119,9 @@ class LearnedEnsemble(Ensemble):
         super().__init__(max_tv, bonus)
         self.head = head
 
+    def to(self, device: torch.device) -> None:
+        self.head.to(device)
+
     def bind(self, tree: TokenTree, states: Tensor) -> BoundRule:
         if tree.states is None:
             return lambda node, p, q: p
@@ -128,7 +134,7 @@ class LearnedEnsemble(Ensemble):
         found, wanted = (draft.shape[1], target.shape[1]), (self.head.draft_size, self.head.target_size)
         if found != wanted:
             raise ValueError(f"the ensemble head is for hidden sizes {wanted} of draft and target, these have {found}")
-        return self.head.to(draft.device)(draft, target).tolist()
+        return self.head(draft, target).tolist()
 
 
 class Lossy(TargetRule):

@@ -22,6 +22,11 @@ from .token_tree import TokenTree
 class Distribution(Protocol):
     """A next-token distribution over a vocabulary."""
 
+    @property
+    def distance(self) -> float:
+        """TV to the target's own distribution, in whose place it stands."""
+        ...
+
     def prob(self, token_id: int) -> float: ...
 
     def sample(self, generator: torch.Generator | None) -> int: ...
@@ -41,6 +46,10 @@ class OneHot:
 
     token_id: int
     vocab_size: int
+
+    @property
+    def distance(self) -> float:
+        return 0.0
 
     def prob(self, token_id: int) -> float:
         return float(token_id == self.token_id)
@@ -67,6 +76,10 @@ class Dense:
     """probs: [vocab], non-negative, summing to one up to rounding."""
 
     probs: Tensor
+
+    @property
+    def distance(self) -> float:
+        return 0.0
 
     def prob(self, token_id: int) -> float:
         return float(self.probs[token_id]) if token_id < self.probs.shape[0] else 0.0

@@ -15,6 +15,7 @@ every answer earns the same only pushes w down. Too large a lambda drives w to 0
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ from torch import Tensor
 
 from ..infer.build import DiversedOptions, EngineOptions, Prepared, build_engine, prepare
 from ..infer.bundles import base_fingerprint, bundle_digest
-from ..infer.early_exit import EarlyExitDrafter
 from ..infer.engine import Engine
 from ..infer.loading import resolve_dtype, text_config
 from ..infer.stats import SequenceStats
@@ -37,6 +37,7 @@ from ..modules.sampling import make_generator
 from .base import over_ranks, plain_settings
 from .callbacks import RngState
 from .checkpoint import HEADS, RECORD, check_base, check_kind, check_settings, check_tensors
+from .prompts import unfit
 from .reinforce import Budget, Reinforce, clipped, log_mixture
 from .rollout import Rollouts, RolloutSampler
 from .task_data import PromptBatch, RolloutBatch, StoredRollouts
@@ -46,6 +47,8 @@ SEEDS_PER_PROMPT = 1024
 
 VALIDATION = 1 << 19
 """Stands for the epoch in seeds of validation: the same at every one."""
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_ESTIMATOR = Reinforce()
 Judge = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[float]]
@@ -148,6 +151,7 @@ class DiversedModule(LightningModule):
         self._engine: tuple[Engine, ...] = ()  # a tuple, so that torch does not register what is in it
         self._sampler: tuple[RolloutSampler, ...] = ()
         self._measured: list[Rollouts] = []
+        self._left_out: set[int] = set()  # places of prompts that did not fit
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -163,12 +167,8 @@ class DiversedModule(LightningModule):
             prepared = self._prepared()
             engine = build_engine(prepared)
             self._engine = (engine,)
-            drafter = engine.drafters[self.method]
-            if isinstance(drafter, EarlyExitDrafter):
-                drafter.exit_layer = int(self.draft["layer"])
-            drafter.num_tokens = self.num_draft  # type: ignore[attr-defined]
             self.head.to(engine.model.device)
-            self._sampler = (RolloutSampler(engine, self.method, self.head),)
+            self._sampler = (RolloutSampler(engine, self.method, self.head, self.num_draft, self.draft.get("layer")),)
         return self._sampler[0]
 
     def setup(self, stage: str) -> None:
@@ -198,8 +198,10 @@ class DiversedModule(LightningModule):
     def roll_out(self, batch: PromptBatch, epoch: int, samples: int, judge: Judge | None = None) -> Rollouts:
         """Answers to a batch of prompts, recorded and rewarded. Seeds depend on the prompts' places and the epoch.
 
-        judge: of texts and their rows; None: the data's.
+        Prompts that leave no room for an answer are left out, with a warning. judge: of texts and their rows; None: the
+        data's.
         """
+        batch = self._fitting(batch)
         seeds = [((self.seed * (1 << 20) + epoch) * (1 << 24) + index) * SEEDS_PER_PROMPT for index in batch.indices]
         prompts = [one.prompt for one in batch.prompts]
         done, rollouts = self.sampler.sample(prompts, seeds, samples, self.max_new_tokens)
@@ -207,9 +209,20 @@ class DiversedModule(LightningModule):
         judge = judge or self.trainer.datamodule.judge
         rewards = judge([one.text for one in done], rows)
         rollouts.rewards = torch.tensor(rewards, dtype=torch.float32, device=rollouts.p.device)
-        places = torch.tensor(batch.indices, device=rollouts.groups.device)
+        places = torch.tensor(batch.indices, dtype=torch.long, device=rollouts.groups.device)
         rollouts.groups = places[rollouts.groups]
         return rollouts
+
+    def _fitting(self, batch: PromptBatch) -> PromptBatch:
+        kept = []
+        for index, one in zip(batch.indices, batch.prompts, strict=True):
+            reason = unfit(self.sampler.engine, one.prompt, self.max_new_tokens)
+            if reason is None:
+                kept.append((index, one))
+            elif index not in self._left_out:
+                logger.warning("prompt %d is left out: it %s", index, reason)
+                self._left_out.add(index)
+        return PromptBatch.collate(kept)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """A step puts what it needs where it needs it."""
@@ -319,8 +332,8 @@ class DiversedModule(LightningModule):
             self.strength = self.budget.turned(self.strength, reward, tv)
 
     def _log_histogram(self, weight: Tensor) -> None:
-        for logger in self.trainer.loggers:
-            writer: Any = getattr(logger, "experiment", None)
+        for one in self.trainer.loggers:
+            writer: Any = getattr(one, "experiment", None)
             if len(weight) and hasattr(writer, "add_histogram"):
                 writer.add_histogram("train/w", weight.cpu().numpy(), self.global_step)
 

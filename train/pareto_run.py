@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..infer.measure import WARM_UP_TOKENS, RowFile, batches, schedule
 from .pareto_theory import Theory, Watcher
+from .prompts import unfit
 
 if TYPE_CHECKING:
     from ..infer.engine import Engine
@@ -83,17 +84,13 @@ class Item:
 
 def make_items(engine: Engine, prompts: Sequence[TaskPrompt], max_new_tokens: int) -> tuple[list[Item], dict[int, str]]:
     """The prompts that leave room for all their new tokens; also {place: reason} of the others."""
-    items, left_out, room = [], {}, engine.max_length - max_new_tokens
+    items, left_out = [], {}
     for index, prompt in enumerate(prompts):
-        try:
-            token_ids = engine.encode(prompt.prompt)
-            if len(token_ids) > room:
-                raise ValueError(
-                    f"has {len(token_ids)} tokens; with {max_new_tokens} new ones at most {max(room, 0)} fit"
-                )
-            items.append(Item(index, prompt, token_ids))
-        except ValueError as error:
-            left_out[index] = str(error)
+        reason = unfit(engine, prompt.prompt, max_new_tokens)
+        if reason is None:
+            items.append(Item(index, prompt, engine.encode(prompt.prompt)))
+        else:
+            left_out[index] = reason
     return items, left_out
 
 

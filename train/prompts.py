@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..infer.request import Prompt
 from .documents import Source, check_text, read_rows
 from .reward_function import Answer, RewardFunction
 from .rewards import REWARDS
 from .rewards import reward as reward_by_name
+
+if TYPE_CHECKING:
+    from ..infer.engine import Engine
 
 # --- what a task is --------------------------------------------------------------------------------------------------
 
@@ -273,3 +276,14 @@ def make_task(name: str, **overrides: Any) -> Task:
         if override not in Task.__dataclass_fields__:
             raise ValueError(f"a task has no {override!r}; it has {', '.join(Task.__dataclass_fields__)}")
     return replace(TASKS[name], **overrides)
+
+
+def unfit(engine: Engine, prompt: Prompt, max_new_tokens: int) -> str | None:
+    """Why a prompt leaves no room for so many new tokens, "has 9 tokens; ..."; None where it does."""
+    try:
+        length, room = len(engine.encode(prompt)), engine.max_length - max_new_tokens
+    except ValueError as error:
+        return f"cannot be used: {error}"
+    if length <= room:
+        return None
+    return f"has {length} tokens; with {max_new_tokens} new ones at most {max(room, 0)} fit"

@@ -96,11 +96,20 @@ class Rollouts:
 class RolloutSampler:
     """Draws texts with an engine whose drafter of method `method` is verified under `head`, at temperature 1.
 
-    head is read as it is at each call: train it and sample again.
+    num_draft, draft_layer: of its proposals; None: the drafter's own. head is read as it is at each call: train it and
+    sample again.
     """
 
-    def __init__(self, engine: Engine, method: str, head: EnsembleHead) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        method: str,
+        head: EnsembleHead,
+        num_draft: int | None = None,
+        draft_layer: int | None = None,
+    ) -> None:
         self.engine, self.method, self.head = engine, method, head
+        self.params = GenerationParams(method=method, temperature=1.0, draft_tokens=num_draft, draft_layer=draft_layer)
         self.rule = LearnedEnsemble(head, bonus=True)
         engine.drafters[method].target_rule = self.rule
         self._parts: list[dict[str, Any]] = []
@@ -114,10 +123,7 @@ class RolloutSampler:
         seeds: per prompt, `samples` apart at least: a text depends on its seed, not on what runs beside it.
         """
         self._parts = []
-        params = [
-            GenerationParams(method=self.method, max_new_tokens=max_new_tokens, temperature=1.0, seed=seed, n=samples)
-            for seed in seeds
-        ]
+        params = [replace(self.params, max_new_tokens=max_new_tokens, seed=seed, n=samples) for seed in seeds]
         done = self.engine.generate(list(prompts), params)
         failed = next((one.error for one in done if one.error is not None), None)
         if failed is not None:

@@ -133,6 +133,19 @@ def test_seeds_are_the_prompts_own(home, rollouts):
     assert alone.p.tolist() != later.p.tolist()
 
 
+def test_prompts_that_leave_no_room_are_left_out_and_named(home, tmp_path, caplog):
+    """Half of a step's prompts, then all of them: training goes on, and says once which."""
+    rows = [{"prompt": text, "reference": "x"} for text in [TEXTS[0], "a" * 900, "b" * 900, "c" * 900]]
+    source = TaskDataModule(
+        str(home / "model"), write_rows(tmp_path / "rows.jsonl", rows), task="plain", reward=Letters(), batch_prompts=2
+    )
+    run, one = trainer(default_root_dir=tmp_path, max_epochs=2), module(home)
+    run.fit(one, datamodule=source)
+    assert run.global_step > 0
+    said = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    assert sorted(text.split()[1] for text in said) == ["1", "2", "3"] and all("tokens" in text for text in said)
+
+
 def test_a_run_resumes_in_mid_epoch_bit_for_bit(home, tmp_path):
     settings = {"minibatches": 2, "inner_epochs": 1, "budget": Budget("tv", 0.1)}
     whole = module(home, **settings)
