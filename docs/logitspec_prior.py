@@ -3,6 +3,9 @@
 Replays a recording (`speclight record`) in pieces that begin cold, with requests sharing what they remember and
 without, and fits the weights of `Estimates` by maximum likelihood to what was decided at every place that verification
 reached. Trees are grown by the weights of the round before, so two rounds are needed from nothing.
+
+With `--datastore DIR`, which must hold none of the recorded texts, only the weights of a datastore are fitted; the
+others stay what they are, since most users have none.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from pathlib import Path
 import torch
 from speclight.infer import LogitSpecDrafter
 from speclight.infer.adaptive_tree import AdaptiveTrees
-from speclight.infer.estimates import NUM_WEIGHTS, Context, Estimates, write_prior
+from speclight.infer.datastore import Datastore
+from speclight.infer.estimates import NUM_WEIGHTS, OFFSETS, Context, Estimates, write_prior
 from speclight.infer.files import replace_file
 from speclight.infer.recording import Recording, read_recording
 from speclight.infer.replay import run
@@ -48,11 +52,11 @@ class Collector(Estimates):
         self.rows += [(indices, candidate == token_id) for candidate, indices in found.items()]
 
 
-def collect(recording: Recording, weights: list[float]) -> list[tuple[list[int], bool]]:
+def collect(recording: Recording, weights: list[float], datastore: Datastore | None) -> list[tuple[list[int], bool]]:
     collector = Collector(weights)
     for shared in ("namespace", "none"):
         for start in tqdm(range(0, len(recording.texts), PIECE), unit="piece", desc=f"shared {shared}"):
-            drafter = LogitSpecDrafter(capacity=BUDGET, shared=shared)
+            drafter = LogitSpecDrafter(capacity=BUDGET, shared=shared, datastore=datastore)
             assert isinstance(drafter._trees, AdaptiveTrees)
             drafter._trees.estimates = collector
             piece = replace(recording, texts=recording.texts[start : start + PIECE])
@@ -61,8 +65,8 @@ def collect(recording: Recording, weights: list[float]) -> list[tuple[list[int],
     return collector.rows
 
 
-def fit(rows: list[tuple[list[int], bool]], start: list[float]) -> list[float]:
-    """Logistic regression on sums of weights, with a normal prior around `start`."""
+def fit(rows: list[tuple[list[int], bool]], start: list[float], first: int = 0) -> list[float]:
+    """Logistic regression on sums of weights, with a normal prior around `start`. first: those before it are given."""
     lengths = torch.tensor([len(indices) for indices, _ in rows])
     row = torch.repeat_interleave(torch.arange(len(rows)), lengths)
     column = torch.tensor([index for indices, _ in rows for index in indices])
@@ -78,6 +82,7 @@ def fit(rows: list[tuple[list[int], bool]], start: list[float]) -> list[float]:
         entropy = torch.nn.functional.binary_cross_entropy_with_logits(odds, labels, reduction="sum")
         slope = (transposed @ (odds.sigmoid() - labels)[:, None])[:, 0]
         weights.grad = (slope + SHRINKAGE * away) / len(rows)
+        weights.grad[:first] = 0.0
         return (entropy + 0.5 * SHRINKAGE * away.square().sum()) / len(rows)
 
     optimizer.step(loss)  # type: ignore[arg-type]
@@ -97,11 +102,13 @@ def main() -> None:
     parser.add_argument("--recording", required=True)
     parser.add_argument("--output", required=True)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--datastore")
     options = parser.parse_args()
     recording = read_recording(options.recording)
     weights = list(Estimates().prior)
+    datastore = None if options.datastore is None else Datastore.load(options.datastore)
     for _ in range(options.rounds):
-        weights = fit(collect(recording, weights), weights)
+        weights = fit(collect(recording, weights, datastore), weights, OFFSETS["corpus-order"] if datastore else 0)
     replace_file(Path(options.output), as_module(weights, recording).encode())
 
 

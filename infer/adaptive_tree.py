@@ -2,9 +2,10 @@
 
 Candidates for a place in the tree come from the continuations of the longest n-gram that matches there, in the text
 and in the namespace's other texts; from the successors that the model itself found likely when it last ran the same
-token, pair or triple (token recycling, Luo et al. 2025); and from the last logits, whose other candidates often come
-one token later (LogitSpec, 3.2). `Estimates` says how likely each is, a path is as likely as the product along it, and
-the likeliest path is added until the tree is full. A place whose children could no longer get in is never looked at.
+token, pair or triple (token recycling, Luo et al. 2025); from the last logits, whose other candidates often come one
+token later (LogitSpec, 3.2); and, where a user gives one, from a datastore (REST, He et al. 2024). `Estimates` says how
+likely each is, a path is as likely as the product along it, and the likeliest path is added until the tree is full. A
+place whose children could no longer get in is never looked at.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from ..modules.sampling import likeliest
 from ..modules.token_tree import TokenTree
+from .datastore import Datastore, Matches, corpus_classes
 from .drafter import Observation
 from .estimates import NGRAM, OFFSETS, ORDERS, PROBABILITIES, Context, Estimates
 from .recall import Continuations, Entry, Memory, Namespaces, continuation_classes
 from .request import Sequence
 
-GUESS, SUCCESSOR = "last-logit", "successor"
+GUESS, SUCCESSOR, CORPUS = "last-logit", "successor", "datastore"
 MAX_ORDER = 3
 """Longest n-gram that has successors."""
 BEST = 0.98
@@ -91,7 +93,7 @@ class AdaptiveTrees:
 
     max_ngram: longest n-gram looked up. num_likely: likeliest tokens kept of a row of logits. shares: whether texts of
     one namespace draft for each other. limit, ttl: of what is shared, see Memory. reads_prompt: whether the logits of
-    the prompt's tokens are asked for. clock: seconds.
+    the prompt's tokens are asked for. clock: seconds. datastore: drafts for all texts, whatever they share.
     """
 
     def __init__(
@@ -103,9 +105,10 @@ class AdaptiveTrees:
         ttl: float | None,
         reads_prompt: bool,
         clock: Callable[[], float],
+        datastore: Datastore | None = None,
     ) -> None:
         self.max_ngram, self.num_likely, self.shares, self.reads_prompt = max_ngram, num_likely, shares, reads_prompt
-        self.clock, self.estimates = clock, Estimates()
+        self.clock, self.estimates, self.datastore = clock, Estimates(), datastore
         self.namespaces = Namespaces(max_ngram, MAX_ORDER, limit, ttl)
         self._states: dict[int, _State] = {}
         self._owners = itertools.count()
@@ -249,13 +252,30 @@ class AdaptiveTrees:
             sources.append((GUESS, OFFSETS["guess"] + PROBABILITIES * min(depth, 3), state.guesses))
         if depth < 2 and state.earlier:
             sources.append((GUESS, OFFSETS["earlier-guess"] + PROBABILITIES * depth, state.earlier))
-        place = (
+        place: tuple[int, ...] = (
             OFFSETS["order"] + 6 * min(order, ORDERS - 1) + min(depth, 5),
             OFFSETS["shared-order"] + min(shared_order, ORDERS - 1),
             OFFSETS["record"] + _record_class(records, state.owner),
             OFFSETS["confidence"] + (PROBABILITIES + 1) * (depth == 0) + _confidence(records),
         )
-        return Context(place, sources, order, shared_order)
+        if self.datastore is None:
+            return Context(place, sources, order, shared_order)
+        matches, longest, source = self._from_datastore(self.datastore, parent, tail)
+        place = (*place, OFFSETS["corpus-order"] + longest)
+        return Context(place, [*sources, *source], order, shared_order, matches)
+
+    def _from_datastore(
+        self, datastore: Datastore, parent: Context | None, tail: tuple[int, ...]
+    ) -> tuple[Matches, int, list[tuple[str, int, dict[int, int]]]]:
+        """(matches, class of the longest, source). The source comes last, so its label is on what no other knows."""
+        if parent is None:
+            matches = datastore.matches(tail, self.max_ngram)
+        else:
+            matches = datastore.extended(parent.matches, tail[-1], self.max_ngram)
+        order, total, counts = datastore.continuations(matches)
+        order = min(order, ORDERS - 1)
+        source = [(CORPUS, OFFSETS["corpus"], corpus_classes(order, total, counts))] if counts else []
+        return matches, order, source
 
     def grow(self, state: _State, token_ids: list[int], capacity: int, max_depth: int, now: float) -> Grown:
         """A tree of at most `capacity` nodes, root included. The branch and bound keeps the best scores seen so far:

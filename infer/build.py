@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..modules.bundle import HeadBundle
     from ..modules.layered_model import LayeredModel
     from .cost_model import CostModel
+    from .datastore import Datastore
     from .drafter import Drafter
     from .engine import Engine
     from .exits import EarlyExits
@@ -65,6 +66,7 @@ class LogitSpecOptions:
     remembered: int = option(20_000, "entries kept of each table that requests share")
     ttl: float = option(3600.0, "seconds after which they are forgotten")
     prompt_logits: bool = option(True, "learn from the model's logits over the prompt too, an unembedding a row")
+    datastore: str | None = option(None, "adaptive: folder of `speclight index`, a corpus that all requests draft from")
 
 
 @dataclass(kw_only=True)
@@ -185,6 +187,8 @@ class Prepared:
     """Whether the bundle has been found to belong to the model; if not it is when the weights are there."""
     ensemble: HeadBundle | None = None
     """The head of a learned target rule."""
+    datastore: Datastore | None = None
+    """What LogitSpec's adaptive trees draft from besides texts and logits."""
 
     @property
     def uses_exits(self) -> bool:
@@ -244,7 +248,8 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     """Find the models and check everything that can be refused before weights are read.
 
     Raises ValueError for a method or model that cannot be used, for a draft model with another tokenizer, for a bundle
-    that is damaged, made for another model or used by no method, and for exits that are not there.
+    that is damaged, made for another model or used by no method, and for exits that are not there; for a datastore as
+    for a bundle.
     """
     from .sources import check_device, check_dtype
 
@@ -263,6 +268,7 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
         raise ValueError(
             f"bundle is read by {', '.join(EXIT_DRAFTERS)}; method is {' and '.join(dict.fromkeys(methods))}"
         )
+    _check_datastore_use(options.logitspec, drafting, methods)
     template = None if options.chat_template is None else Path(options.chat_template).read_text(encoding="utf-8")
     source = _find(options, options.model)
     draft_source = _find(options, options.draft_model) if options.draft_model and "draft-model" in drafting else None
@@ -279,10 +285,38 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     if template is not None:
         tokenizer.chat_template = template
     prepared = Prepared(options, tuple(dict.fromkeys(methods)), source, tokenizer, draft_source, ensemble=ensemble)
+    if options.logitspec.datastore is not None:
+        prepared = replace(prepared, datastore=_datastore(options.logitspec.datastore, source, tokenizer))
     if ensemble is not None:
         prepared = _with_known_base(prepared, ensemble, f"target.head {options.target.head!r}")
         _check_draft(prepared, ensemble)
     return _with_exits(prepared) if prepared.uses_exits else prepared
+
+
+def _check_datastore_use(options: LogitSpecOptions, drafting: Sequence[str], methods: Sequence[str]) -> None:
+    """Refuse a datastore that no drafter would read."""
+    if options.datastore is None:
+        return
+    check_datastore_tree(options.datastore, options.tree)
+    if "logitspec" not in drafting:
+        named = " and ".join(dict.fromkeys(methods))
+        raise ValueError(f"logitspec.datastore is read by methods logitspec and {AUTO}; method is {named}")
+
+
+def check_datastore_tree(datastore: str | None, tree: str) -> None:
+    """Raise ValueError for a datastore beside the paper's trees, which have no place for one."""
+    if datastore is not None and tree != "adaptive":
+        raise ValueError(f"logitspec.tree must be adaptive for logitspec.datastore, got {tree!r}")
+
+
+def _datastore(folder: str, source: ModelSource, tokenizer: Any) -> Datastore:
+    from .datastore import Datastore
+    from .loading import text_config, tokenizer_fingerprint
+
+    found = Datastore.load(folder)
+    where = f"logitspec.datastore {folder!r}"
+    found.check_tokenizer(where, tokenizer_fingerprint(tokenizer), text_config(source).vocab_size)
+    return found
 
 
 def _with_ensemble(options: EngineOptions, methods: Sequence[str]) -> tuple[EngineOptions, HeadBundle | None]:
@@ -398,7 +432,8 @@ def _check_drafters(options: EngineOptions) -> None:
     from .logitspec import LogitSpecDrafter
     from .prompt_lookup import PromptLookupDrafter
 
-    LogitSpecDrafter(**{name: value for name, value in asdict(options.logitspec).items() if value is not None})
+    given = asdict(options.logitspec) | {"datastore": None}  # read once the tokenizer is there
+    LogitSpecDrafter(**{name: value for name, value in given.items() if value is not None})
     PromptLookupDrafter(**asdict(options.prompt_lookup))
 
 
@@ -527,7 +562,7 @@ def _logitspec(prepared: Prepared, _: Any = None) -> Drafter:
     from .loading import resolve_device
     from .logitspec import LogitSpecDrafter
 
-    options = asdict(prepared.options.logitspec)
+    options = asdict(prepared.options.logitspec) | {"datastore": prepared.datastore}
     if options["capacity"] is None:
         options["capacity"] = CAPACITY.get(resolve_device(prepared.options.device).type, CAPACITY_ELSEWHERE)
     return LogitSpecDrafter(**options)
@@ -581,7 +616,8 @@ def _hispec(prepared: Prepared, exits: EarlyExits) -> Drafter:
 
 def _hispec_logitspec(prepared: Prepared, exits: EarlyExits) -> Drafter:
     paper = replace(prepared.options.logitspec, tree="paper")  # what layers below say is not what the model says
-    return _over(_logitspec(replace(prepared, options=replace(prepared.options, logitspec=paper))), prepared, exits)
+    options = replace(prepared.options, logitspec=paper)
+    return _over(_logitspec(replace(prepared, options=options, datastore=None)), prepared, exits)
 
 
 def _hispec_prompt_lookup(prepared: Prepared, exits: EarlyExits) -> Drafter:

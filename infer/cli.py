@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("say what a bundle holds", "speclight.train.export:inspect_bundle"),
     "regenerate": ("make training rows of the model's own answers", "speclight.train.regenerate:regenerate"),
     "pareto": ("compare target rules: acceptance against quality", "speclight.train.pareto:pareto"),
+    "index": ("make a datastore of a corpus, for logitspec to draft from", "speclight.train.index:index"),
     "states": ("store hidden states to train on", "speclight.train.states:states"),
     "rollout": ("store rewarded answers to train a verifier on", "speclight.train.rollout_command:rollout"),
     "tokenizer": ("train a small tokenizer on texts", "speclight.train.tokenizer:tokenizer"),

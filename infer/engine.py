@@ -470,6 +470,7 @@ class Engine:
             if decoding.drafter.retrieves and sequence.draft_tokens > 0
             else None,
         )
+        sequence.stats.record_sources(tree.sources, verdict.path[1 : len(token_ids) + 1])
         return text, token_ids
 
     def _chunk(self, sequence: Sequence, text: str, token_ids: list[int]) -> StreamChunk:

@@ -11,14 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .prior import PRIOR
+
+if TYPE_CHECKING:
+    from .datastore import Matches
 
 PROBABILITIES = 16
 """Classes of a probability: by its log-odds, in steps of 0.75 from -7.25 on."""
 ORDERS = 7
 """Classes of an n-gram's length; 0 is none."""
 CONTINUATIONS = 24 * ORDERS
+CORPUS_CLASSES = 20
+"""Classes of a token that follows a match in a datastore, for each length of the match."""
 
 SIZES = {
     "order": 6 * ORDERS,
@@ -32,10 +38,12 @@ SIZES = {
     "successor": 6 * PROBABILITIES,
     "guess": 4 * PROBABILITIES,
     "earlier-guess": 2 * PROBABILITIES,
+    "corpus-order": ORDERS,
+    "corpus": CORPUS_CLASSES * ORDERS,
 }
 """Classes of each kind. The first four are of the place: the depth and the longest n-gram that matched there (`order`,
-also in the namespace's other texts), which records there are, and how sure the best record was (`confidence`). The
-others are of tokens: see AdaptiveTrees."""
+also in the namespace's other texts), which records there are, and how sure the best record was (`confidence`). So is
+`corpus-order`, the longest match in a datastore, where there is one. The others are of tokens: see AdaptiveTrees."""
 
 OFFSETS: dict[str, int] = {}
 for _name, _size in SIZES.items():
@@ -55,6 +63,7 @@ class Context:
     sources: list[tuple[str, int, dict[int, int]]]
     order: int = 0
     shared_order: int = 0
+    matches: Matches = ()
 
     def label(self, token_id: int) -> str:
         """The first source that knows the token."""

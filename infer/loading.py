@@ -7,6 +7,7 @@ checkpoint does not run unless trusted. A GGUF file is dequantised once, into a 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import shutil
@@ -163,6 +164,15 @@ def check_same_tokenizer(target: Any, draft: Any, target_name: str = "", draft_n
                     f"draft model {draft_name or draft.name_or_path!r} must have the tokenizer of the target "
                     f"{target_name or target.name_or_path!r}: {what} {index} is {theirs!r} there, {ours!r} here"
                 )
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Which tokenizer this is: 64 hexadecimal digits, alike for those that `check_same_tokenizer` finds the same.
+
+    It covers the token of every id and the merges, so it says what ids mean, not how texts or chats are prepared.
+    """
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in _merges(tokenizer)]
+    return hashlib.sha256(json.dumps([_tokens_by_id(tokenizer), merges]).encode()).hexdigest()
 
 
 def _tokens_by_id(tokenizer: Any) -> list[str | None]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..modules.token_tree import TokenTree
 from .adaptive_tree import AdaptiveTrees
+from .datastore import Datastore
 from .drafter import Observation, TreeDrafter
 from .ngram_index import NgramIndex
 from .request import Sequence
@@ -61,6 +62,7 @@ class LogitSpecDrafter(TreeDrafter):
     shared: adaptive: "namespace", requests of one namespace draft from each other's texts; "none", they do not.
     remembered: adaptive: entries kept of each table that a namespace shares. ttl: seconds until one is forgotten.
     prompt_logits: adaptive: learn from the model's logits over the prompt too; they cost an unembedding a row.
+    datastore: adaptive: a corpus to draft from as well, the same for all requests, whatever they share.
     retrieved: paper: tokens taken after a match.
     prune: paper: ((rank, length), ...) with rising ranks: a guess up to that rank keeps `length` tokens, itself
         included, and one beyond the last rank only itself. Ranks are indices among the k, so with the root at 0 the
@@ -85,6 +87,7 @@ class LogitSpecDrafter(TreeDrafter):
         remembered: int = 20_000,
         ttl: float = 3600.0,
         prompt_logits: bool = True,
+        datastore: Datastore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, choice, valid in (("tree", tree, TREES), ("shared", shared, SHARED)):
@@ -104,12 +107,16 @@ class LogitSpecDrafter(TreeDrafter):
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if not ttl > 0:
             raise ValueError(f"ttl must be above 0 seconds, got {ttl}")
+        if datastore is not None and tree != "adaptive":
+            raise ValueError(f"tree must be 'adaptive' for a datastore, got {tree!r}")
         self.capacity, self.retrieved = capacity, retrieved
         lengths = _branch_lengths(prune, self.k)
         self._trees: Trees = (
             PaperTrees(self.k, self.max_ngram, retrieved, lengths)
             if tree == "paper"
-            else AdaptiveTrees(self.max_ngram, self.k, shared == "namespace", remembered, ttl, prompt_logits, clock)
+            else AdaptiveTrees(
+                self.max_ngram, self.k, shared == "namespace", remembered, ttl, prompt_logits, clock, datastore
+            )
         )
 
     def default_draft_tokens(self) -> int:

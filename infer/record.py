@@ -154,6 +154,7 @@ def _record_missing(
 ) -> None:
     from tqdm import tqdm
 
+    from .loading import tokenizer_fingerprint
     from .recording import read_meta, text_path, write_meta, write_text
 
     engine = build_engine(prepared)
@@ -162,7 +163,11 @@ def _record_missing(
     if left_out:  # the cache is smaller than the context
         question_id, reason = next(iter(left_out.items()))
         raise ValueError(f"question_id {question_id!r} cannot be recorded: {reason}; a larger kv_memory helps")
-    facts = {"vocab_size": engine.model.vocab_size, "stop_ids": sorted(engine.model.eos_token_ids)}
+    facts = {
+        "vocab_size": engine.model.vocab_size,
+        "stop_ids": sorted(engine.model.eos_token_ids),
+        "tokenizer": tokenizer_fingerprint(prepared.tokenizer),
+    }
     write_meta(folder, read_meta(folder) | {"model": facts})
     with tqdm(total=len(questions), initial=len(questions) - len(missing), unit="text", disable=None) as bar:
         for place, text in recorded(engine, items, options.max_new_tokens, options.top_k):

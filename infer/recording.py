@@ -48,13 +48,14 @@ class RecordedText:
 class Recording:
     """texts: in the order in which they were asked for. settings: what they were made with, see `record`.
 
-    stop_ids: the model's own ends of texts.
+    stop_ids: the model's own ends of texts. tokenizer: its fingerprint; "" where an older recording does not say.
     """
 
     settings: Mapping[str, Any]
     vocab_size: int
     stop_ids: Sequence[int]
     texts: Sequence[RecordedText]
+    tokenizer: str = ""
 
     @property
     def max_new_tokens(self) -> int:
@@ -107,7 +108,8 @@ def read_recording(folder: str | Path) -> Recording:
             "the same `speclight record` command continues it"
         )
     texts = [_read_text(text_path(folder, index), entry) for index, entry in enumerate(meta["texts"])]
-    return Recording(meta["settings"], meta["model"]["vocab_size"], meta["model"]["stop_ids"], texts)
+    facts = meta["model"]
+    return Recording(meta["settings"], facts["vocab_size"], facts["stop_ids"], texts, facts.get("tokenizer", ""))
 
 
 def _read_text(path: Path, entry: Mapping[str, Any]) -> RecordedText:

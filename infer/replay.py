@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .build import LogitSpecOptions, PromptLookupOptions, did_you_mean, option
+from .build import LogitSpecOptions, PromptLookupOptions, check_datastore_tree, did_you_mean, option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..modules.acceptance import Verdict
     from ..modules.token_tree import TokenTree
+    from .datastore import Datastore
     from .drafter import Drafter
     from .recording import RecordedText, Recording
     from .request import Sequence as RunningText
@@ -53,14 +54,14 @@ class Variant:
     method: str
     arguments: Mapping[str, Any]
 
-    def drafter(self, budget: int) -> Drafter:
-        """A fresh one, whose proposals have at most `budget` nodes, root included."""
+    def drafter(self, budget: int, datastore: Datastore | None = None) -> Drafter:
+        """A fresh one, of at most `budget` nodes a proposal, root included. datastore: what its arguments name."""
         from .drafter import Drafter
         from .logitspec import LogitSpecDrafter
         from .prompt_lookup import PromptLookupDrafter
 
         if self.method == "logitspec":
-            return LogitSpecDrafter(**{**self.arguments, "capacity": budget})
+            return LogitSpecDrafter(**{**self.arguments, "capacity": budget, "datastore": datastore})
         if self.method == "prompt-lookup":
             return PromptLookupDrafter(**{**self.arguments, "num_tokens": max(budget - 1, 1)})  # a chain lacks the root
         return Drafter()
@@ -90,16 +91,37 @@ def replay(options: ReplayOptions) -> None:
         variant.drafter(budgets[0])  # refuses wrong arguments now
     _check_folder(Path(options.output))
     recording = read_recording(options.recording)
+    datastore = _datastore(options, variants, recording)
     outcomes: dict[tuple[str, int], list[Outcome]] = {}
     with tqdm(total=len(variants) * len(budgets) * len(recording.texts), unit="text", disable=None) as bar:
         for variant in variants:
             for budget in budgets:
-                outcomes[variant.name, budget] = list(_watched(run(variant.drafter(budget), recording, budget), bar))
+                drafter = variant.drafter(budget, datastore)
+                outcomes[variant.name, budget] = list(_watched(run(drafter, recording, budget), bar))
     Path(options.output).mkdir(parents=True, exist_ok=True)
     report = build_report(recording, {variant.name: asdict(variant) for variant in variants}, outcomes)
     write_report(options.output, report)
     print(mat_table(report))
     print(f"speclight: {Path(options.output) / 'report.md'}", file=sys.stderr)
+
+
+def _datastore(options: ReplayOptions, variants: Sequence[Variant], recording: Recording) -> Datastore | None:
+    """Raises ValueError for one of another tokenizer than the recording's, and where no variant reads it."""
+    folder = options.logitspec.datastore
+    if folder is None:
+        return None
+    if not any(variant.method == "logitspec" for variant in variants):
+        raise ValueError("logitspec.datastore is read by logitspec, which methods does not name")
+    from .datastore import Datastore
+
+    if not recording.tokenizer:
+        raise ValueError(
+            f"recording {options.recording!r} does not say which tokenizer made it, so it can be replayed without a "
+            "datastore only; `speclight record --overwrite` makes one that does"
+        )
+    found = Datastore.load(folder)
+    found.check_tokenizer(f"logitspec.datastore {folder!r}", recording.tokenizer, recording.vocab_size)
+    return found
 
 
 def _watched(outcomes: Iterator[Outcome], bar: Any) -> Iterator[Outcome]:
@@ -150,6 +172,7 @@ def parse_variants(options: ReplayOptions) -> list[Variant]:
 def _logitspec_variants(options: ReplayOptions) -> Iterator[Variant]:
     own = asdict(options.logitspec)
     for tree in _names(options.trees) or [own["tree"]]:
+        check_datastore_tree(options.logitspec.datastore, tree)
         shared = (_names(options.shared) or [own["shared"]]) if tree != "paper" else ["none"]
         for kind in shared:
             name = f"logitspec, {tree}" + (f", shared {kind}" if tree != "paper" else "")
@@ -283,6 +306,7 @@ class _Replayed:
             emitted=len(block),
             retrieval_hit="ngram" in tree.sources[1:] if looked_up else None,
         )
+        sequence.stats.record_sources(tree.sources, verdict.path[1 : len(block) + 1])
 
 
 def _sequence(number: int, prompt_ids: list[int], max_new_tokens: int) -> RunningText:

@@ -20,6 +20,8 @@ DEFINITIONS = {
     "MAT": "emitted tokens by passes of the target that gave logits, the pass over the prompt included, and the bonus"
     " or corrected token; plain decoding is exactly 1",
     "budget": "nodes of a proposal, root included; a chain has one drafted token less",
+    "accepted by source": "emitted tokens by the label of the drafted node that they were; the rest are corrected or"
+    " bonus tokens. What several sources know has the label of the first of ngram, successor, last-logit, datastore",
     "ms": "mean milliseconds of CPU time a step in `propose`, and in `observe` and `read` together, of one thread",
 }
 
@@ -85,10 +87,24 @@ def _group_table(report: Mapping[str, Any], budget: int) -> str:
     return markdown_table(["method", *groups], rows)
 
 
+def _source_table(report: Mapping[str, Any], budget: int) -> str:
+    """Shares of the emitted tokens; empty where nothing has a label."""
+    results = [result for result in report["results"] if result["budget"] == budget]
+    counted = [(result["method"], result["groups"][ALL]) for result in results]
+    labels = list(dict.fromkeys(label for _, counts in counted for label in counts["accepted_from"]))
+    rows = [
+        [method, *(f"{ratio(counts['accepted_from'].get(label, 0), counts['emitted_tokens']):.1%}" for label in labels)]
+        for method, counts in counted
+    ]
+    return markdown_table(["method", *labels], rows) if labels else ""
+
+
 def render_markdown(report: Mapping[str, Any]) -> str:
     parts = ["# speclight replay", bullets(report["recording"]), "## MAT by node budget", mat_table(report)]
     for budget in _budgets(report):
         parts += [f"## MAT by group, {budget} nodes", _group_table(report, budget)]
+    sources = _source_table(report, _budgets(report)[-1])
+    parts += [f"## Accepted by source, {_budgets(report)[-1]} nodes", sources] if sources else []
     costs = _table(report, lambda result: f"{result['propose_ms']:.2f} + {result['observe_ms']:.2f}")
     parts += ["## Cost of drafting, ms a step: propose + observe", costs]
     parts += ["## What the words say", bullets(report["definitions"])]

@@ -9,7 +9,7 @@ ends the counting.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -47,8 +47,9 @@ class _Counters:
         counts = cls()
         for item in fields(cls):  # type: ignore[arg-type]
             value = values.get(item.name, getattr(counts, item.name))  # what an older row did not count
+            key_type = item.metadata.get("keys", int)
             histogram = isinstance(value, dict)
-            setattr(counts, item.name, Counter({int(key): value[key] for key in value}) if histogram else value)
+            setattr(counts, item.name, Counter({key_type(key): value[key] for key in value}) if histogram else value)
         return counts
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,6 +74,8 @@ class SequenceStats(_Counters):
     accepted_lengths: {num_accepted: passes}, over passes that verified a draft.
     drafted_at, reached_at, accepted_at: per depth, passes whose draft reaches it, that decided it (all before it was
         accepted), and that accepted it.
+    drafted_from, accepted_from: drafted and accepted tokens by their nodes' labels, "ngram" or "datastore", where a
+        drafter gives them.
     inner_...: the same of drafts under an intermediate layer (HiSpec), whose own proposals are what is counted above:
         inner_passes verifications, inner_emitted tokens that they put into windows.
     distance: total variation between what was verified against and the target's own distribution, summed over tokens;
@@ -101,6 +104,8 @@ class SequenceStats(_Counters):
     drafted_at: Counter[int] = field(default_factory=Counter)
     reached_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
+    drafted_from: Counter[str] = field(default_factory=Counter, metadata={"keys": str})
+    accepted_from: Counter[str] = field(default_factory=Counter, metadata={"keys": str})
     inner_passes: int = 0
     inner_emitted: int = 0
     inner_drafted: int = 0
@@ -128,6 +133,13 @@ class SequenceStats(_Counters):
             self.steps_without_draft += 1
             return
         self._record_draft("", num_drafted, max_depth, num_accepted, emitted)
+
+    def record_sources(self, labels: Sequence[str], accepted: Iterable[int]) -> None:
+        """Count a proposal's nodes by label. labels: of all nodes, the root first, or empty; accepted: nodes that were
+        accepted and emitted."""
+        if labels:
+            self.drafted_from.update(labels[1:])
+            self.accepted_from.update(labels[node] for node in accepted)
 
     def record_inner(self, num_drafted: int, max_depth: int, num_accepted: int, emitted: int) -> None:
         """Count one verification by an intermediate layer, in the terms of `record_pass`."""

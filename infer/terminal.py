@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
+from .adaptive_tree import CORPUS
 from .request import Completion, Origin, StreamChunk
 from .stats import SequenceStats
 
@@ -57,7 +58,9 @@ def summary(completions: Iterable[Completion]) -> str:
     seconds = max((part.seconds for part in parts), default=0.0)
     rate = f" ({total.emitted_tokens / seconds:.1f}/s)" if seconds else ""
     lossy = f"; lossy: {total.mean_distance:.3f} from the model's own distribution a token" if total.distance else ""
+    corpus = total.accepted_from[CORPUS]
+    brought = f", {corpus} of them from the datastore alone" if total.drafted_from[CORPUS] else ""
     return (
         f"{total.emitted_tokens} tokens in {seconds:.1f} s{rate}, {total.mat:.2f} per pass of the model, "
-        f"{total.accepted} of {total.drafted} drafted accepted{lossy}"
+        f"{total.accepted} of {total.drafted} drafted accepted{brought}{lossy}"
     )

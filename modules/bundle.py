@@ -15,8 +15,8 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -74,20 +74,9 @@ class HeadBundle:
         """
         target = Path(folder).expanduser().resolve()
         _check_target(target, overwrite)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            new = partial / "new"
-            new.mkdir()
+        with replaced_folder(target) as new:
             for name, data in self._files().items():
                 (new / name).write_bytes(data)
-            if target.exists():
-                target.rename(partial / "old")
-            new.rename(target)
-        finally:
-            if (partial / "old").exists() and not target.exists():
-                (partial / "old").rename(target)
-            shutil.rmtree(partial, ignore_errors=True)
 
     @classmethod
     def load(cls, folder: str | Path, expected_fingerprint: str | None = None) -> HeadBundle:
@@ -157,6 +146,24 @@ class HeadBundle:
         }
         files = {WEIGHTS: safetensors.torch.save(self.tensors), INDEX: (_json("index", index) + "\n").encode()}
         return files | {SUMS: _sums(files)}
+
+
+@contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """A new folder to fill, which takes the target's place once all went well; if not, what was there stays."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        new = partial / "new"
+        new.mkdir()
+        yield new
+        if target.exists():
+            target.rename(partial / "old")
+        new.rename(target)
+    finally:
+        if (partial / "old").exists() and not target.exists():
+            (partial / "old").rename(target)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def wait_for_weights(module: nn.Module) -> None:
