@@ -45,11 +45,10 @@ class Collector(Estimates):
         self.rows: list[tuple[list[int], bool]] = []
 
     def learn(self, context: Context, token_id: int) -> None:
-        found: dict[int, list[int]] = {}
-        for _, offset, classes in context.sources:
-            for candidate, one in classes.items():
-                found.setdefault(candidate, list(context.place)).append(offset + one)
-        self.rows += [(indices, candidate == token_id) for candidate, indices in found.items()]
+        place = list(context.place)
+        self.rows += [
+            (place + indices, candidate == token_id) for candidate, indices in self.weights_of(context).items()
+        ]
 
 
 def collect(recording: Recording, weights: list[float], datastore: Datastore | None) -> list[tuple[list[int], bool]]:
@@ -65,8 +64,8 @@ def collect(recording: Recording, weights: list[float], datastore: Datastore | N
     return collector.rows
 
 
-def fit(rows: list[tuple[list[int], bool]], start: list[float], first: int = 0) -> list[float]:
-    """Logistic regression on sums of weights, with a normal prior around `start`. first: those before it are given."""
+def fit(rows: list[tuple[list[int], bool]], start: list[float], free: slice) -> list[float]:
+    """Logistic regression on sums of weights, with a normal prior around `start`. free: the weights that are fitted."""
     lengths = torch.tensor([len(indices) for indices, _ in rows])
     row = torch.repeat_interleave(torch.arange(len(rows)), lengths)
     column = torch.tensor([index for indices, _ in rows for index in indices])
@@ -74,6 +73,8 @@ def fit(rows: list[tuple[list[int], bool]], start: list[float], first: int = 0) 
     labels, center = torch.tensor([float(came) for _, came in rows]), torch.tensor(start)
     matrix, transposed = design.coalesce().to_sparse_csr(), design.t().coalesce().to_sparse_csr()
     weights = center.clone().requires_grad_(True)
+    fitted = torch.zeros_like(center)
+    fitted[free] = 1.0
     optimizer = torch.optim.LBFGS([weights], max_iter=60, history_size=20, line_search_fn="strong_wolfe")
 
     @torch.no_grad()
@@ -82,7 +83,7 @@ def fit(rows: list[tuple[list[int], bool]], start: list[float], first: int = 0) 
         entropy = torch.nn.functional.binary_cross_entropy_with_logits(odds, labels, reduction="sum")
         slope = (transposed @ (odds.sigmoid() - labels)[:, None])[:, 0]
         weights.grad = (slope + SHRINKAGE * away) / len(rows)
-        weights.grad[:first] = 0.0
+        weights.grad *= fitted
         return (entropy + 0.5 * SHRINKAGE * away.square().sum()) / len(rows)
 
     optimizer.step(loss)  # type: ignore[arg-type]
@@ -107,8 +108,9 @@ def main() -> None:
     recording = read_recording(options.recording)
     weights = list(Estimates().prior)
     datastore = None if options.datastore is None else Datastore.load(options.datastore)
+    free = slice(None) if datastore is None else slice(OFFSETS["corpus-order"], OFFSETS["seen"])
     for _ in range(options.rounds):
-        weights = fit(collect(recording, weights, datastore), weights, OFFSETS["corpus-order"] if datastore else 0)
+        weights = fit(collect(recording, weights, datastore), weights, free)
     replace_file(Path(options.output), as_module(weights, recording).encode())
 
 

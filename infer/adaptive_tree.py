@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -24,11 +25,11 @@ from ..modules.sampling import likeliest
 from ..modules.token_tree import TokenTree
 from .datastore import Datastore, Matches, corpus_classes
 from .drafter import Observation
-from .estimates import NGRAM, OFFSETS, ORDERS, PROBABILITIES, Context, Estimates
+from .estimates import CORPUS, NGRAM, OFFSETS, ORDERS, PROBABILITIES, Context, Estimates
 from .recall import Continuations, Entry, Memory, Namespaces, continuation_classes
 from .request import Sequence
 
-GUESS, SUCCESSOR, CORPUS = "last-logit", "successor", "datastore"
+GUESS, SUCCESSOR = "last-logit", "successor"
 MAX_ORDER = 3
 """Longest n-gram that has successors."""
 BEST = 0.98
@@ -71,7 +72,7 @@ class Grown:
 
 @dataclass
 class _State:
-    """What is kept of one text. num_known: tokens in `texts`; num_read: positions whose logits were seen.
+    """What is kept of one text. num_known: tokens in `texts` and `seen`; num_read: positions whose logits were seen.
 
     guesses, earlier: {token: class} of the logits that the root was drawn from, and of those before.
     """
@@ -80,6 +81,7 @@ class _State:
     namespace: str
     texts: Continuations
     private: Memory | None
+    seen: Counter[int] = field(default_factory=Counter)
     num_known: int = 0
     num_read: int = 0
     guesses: dict[int, int] = field(default_factory=dict)
@@ -183,6 +185,7 @@ class AdaptiveTrees:
         state.texts.extend(token_ids, state.num_known, state.owner, now)
         if state.private is None:
             self._memory(state).texts.extend(token_ids, state.num_known, state.owner, now)
+        state.seen.update(token_ids[state.num_known :])
         state.num_known = max(len(token_ids), state.num_known)
 
     def _learn(self, seen: Observation, likely: list[dict[int, int]]) -> None:
@@ -258,11 +261,13 @@ class AdaptiveTrees:
             OFFSETS["record"] + _record_class(records, state.owner),
             OFFSETS["confidence"] + (PROBABILITIES + 1) * (depth == 0) + _confidence(records),
         )
+        own = state.texts.after(tail[-1], now)
+        others = memory.texts.after(tail[-1], now) if state.private is None else {}
         if self.datastore is None:
-            return Context(place, sources, order, shared_order)
+            return Context(place, sources, order, shared_order, (), state.seen, own, others)
         matches, longest, source = self._from_datastore(self.datastore, parent, tail)
         place = (*place, OFFSETS["corpus-order"] + longest)
-        return Context(place, [*sources, *source], order, shared_order, matches)
+        return Context(place, [*sources, *source], order, shared_order, matches, state.seen, own, others)
 
     def _from_datastore(
         self, datastore: Datastore, parent: Context | None, tail: tuple[int, ...]

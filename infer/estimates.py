@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .prior import PRIOR
@@ -40,15 +40,28 @@ SIZES = {
     "earlier-guess": 2 * PROBABILITIES,
     "corpus-order": ORDERS,
     "corpus": CORPUS_CLASSES * ORDERS,
+    "seen": 6 * 5,
+    "followed": 9,
 }
 """Classes of each kind. The first four are of the place: the depth and the longest n-gram that matched there (`order`,
 also in the namespace's other texts), which records there are, and how sure the best record was (`confidence`). So is
-`corpus-order`, the longest match in a datastore, where there is one. The others are of tokens: see AdaptiveTrees."""
+`corpus-order`, the longest match in a datastore, where there is one. The others are of tokens: see AdaptiveTrees; and
+`seen`, how often the text has the token already, by how its first source knows it, and `followed`, how often behind
+this place's token, in the text and in others."""
 
 OFFSETS: dict[str, int] = {}
 for _name, _size in SIZES.items():
     OFFSETS[_name] = sum(SIZES[name] for name in OFFSETS)
 NUM_WEIGHTS = sum(SIZES.values())
+SEEN, FOLLOWED = OFFSETS["seen"], OFFSETS["followed"]
+
+
+NGRAM, CORPUS = "ngram", "datastore"
+"""Labels of what was looked up; the classes of the other sources are probabilities."""
+TIMES = (0, 1, 2, 3, 3, 3, 3, 3, 3)
+"""Class of a token's number of occurrences; 4 for more."""
+LIKELY = tuple(1 + sum(one > bound for bound in (4, 6, 8, 11)) for one in range(PROBABILITIES))
+"""Class of a class of probabilities; 0 for what was looked up."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,8 @@ class Context:
     """All that is known about the token that comes next at one place.
 
     place: weights that every candidate has. sources: (label, where the source's weights begin, {token: class}), each
-    with its likeliest tokens first. order, shared_order: the longest n-grams that matched.
+    with its likeliest tokens first. order, shared_order: the longest n-grams that matched. seen: {token: how often the
+    text has it}; followed, followed_elsewhere: the same behind this place's token, in the text and in the others.
     """
 
     place: tuple[int, ...]
@@ -64,16 +78,27 @@ class Context:
     order: int = 0
     shared_order: int = 0
     matches: Matches = ()
+    seen: Mapping[int, int] = field(default_factory=dict)
+    followed: Mapping[int, int] = field(default_factory=dict)
+    followed_elsewhere: Mapping[int, int] = field(default_factory=dict)
 
     def label(self, token_id: int) -> str:
         """The first source that knows the token."""
         return next(label for label, _, classes in self.sources if token_id in classes)
 
+    def repeats(self, label: str, one: int, token_id: int) -> tuple[int, int]:
+        """Weights of a token that has occurred before, and behind this token. label, one: its first source, and its
+        class there."""
+        times, likely = self.seen.get(token_id, 0), 0 if label in (NGRAM, CORPUS) else LIKELY[one]
+        own, others = self.followed.get(token_id, 0), self.followed_elsewhere.get(token_id, 0)
+        seen = SEEN + 6 * (TIMES[times] if times < len(TIMES) else 4) + likely
+        return seen, FOLLOWED + 3 * min(own, 2) + min(others, 2)
+
 
 class Estimates:
     """The weights. rate: step of the regression. drift: share of the way back to the prior at each use of a weight."""
 
-    def __init__(self, rate: float = 0.01, drift: float = 0.001, prior: Mapping[str, str] = PRIOR) -> None:
+    def __init__(self, rate: float = 0.005, drift: float = 0.001, prior: Mapping[str, str] = PRIOR) -> None:
         self.rate, self.drift = rate, drift
         self.prior = read_prior(prior)
         self.weights = list(self.prior)
@@ -93,9 +118,21 @@ class Estimates:
                 if token_id in found:
                     found[token_id] += weight
                 elif weight > least:
-                    found[token_id] = base + weight
+                    seen, followed = context.repeats(label, one, token_id)
+                    found[token_id] = base + weight + weights[seen] + weights[followed]
                 elif label != NGRAM:  # rising ranks: none of the rest comes nearer
                     break
+        return found
+
+    @staticmethod
+    def weights_of(context: Context) -> dict[int, list[int]]:
+        """{candidate: its weights}, without those of the place."""
+        found: dict[int, list[int]] = {}
+        for label, offset, classes in context.sources:
+            for candidate, one in classes.items():
+                if candidate not in found:
+                    found[candidate] = [*context.repeats(label, one, candidate)]
+                found[candidate].append(offset + one)
         return found
 
     def learn(self, context: Context, token_id: int) -> None:
@@ -107,16 +144,15 @@ class Estimates:
         total = sum(steps.values())
         for index in context.place:
             self._move(index, total)
-        for _, offset, classes in context.sources:
-            for candidate, one in classes.items():
-                self._move(offset + one, steps[candidate])
+        for candidate, indices in self.weights_of(context).items():
+            for index in indices:
+                self._move(index, steps[candidate])
 
     def _move(self, index: int, step: float) -> None:
         weight = self.weights[index]
         self.weights[index] = weight + step + self.drift * self.rate * (self.prior[index] - weight)
 
 
-NGRAM = "ngram"
 SLACK = 4.0
 """Log-odds that further sources are taken to add at most to a candidate: the one approximation in growing a tree."""
 

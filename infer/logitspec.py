@@ -57,7 +57,7 @@ class LogitSpecDrafter(TreeDrafter):
         "adaptive", which adds sources, learns what each is worth, and takes the likeliest paths: see AdaptiveTrees.
     capacity: nodes of the tree, root included, where neither engine nor request says otherwise.
     k: how many of the likeliest tokens of a row of logits are candidates; the root, normally the best of the last ones,
-        is passed over. 0 leaves retrieval alone. None is 60 for the paper's tree, 16 for the adaptive one.
+        is passed over. 0 leaves retrieval alone. None is 60 for the paper's tree, 24 for the adaptive one.
     max_ngram: longest n-gram looked up, backing off to a single token. None is 3 and 6.
     shared: adaptive: "namespace", requests of one namespace draft from each other's texts; "none", they do not.
     remembered: adaptive: entries kept of each table that a namespace shares. ttl: seconds until one is forgotten.
@@ -93,7 +93,7 @@ class LogitSpecDrafter(TreeDrafter):
         for name, choice, valid in (("tree", tree, TREES), ("shared", shared, SHARED)):
             if choice not in valid:
                 raise ValueError(f"{name} must be one of {', '.join(valid)}, got {choice!r}")
-        k_default, ngram_default = (60, 3) if tree == "paper" else (16, 6)
+        k_default, ngram_default = (60, 3) if tree == "paper" else (24, 6)
         self.k = k_default if k is None else k
         self.max_ngram = ngram_default if max_ngram is None else max_ngram
         for name, value, least in (

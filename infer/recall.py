@@ -66,6 +66,11 @@ class Continuations:
                 return length, found[2]
         return 0, {}
 
+    def after(self, token_id: int, now: float) -> Mapping[int, int]:
+        """{token: count} of what followed one token."""
+        found = self.table.get((token_id,), now)
+        return {} if found is None else found[2]
+
 
 class Successors:
     """The likely next tokens after each n-gram of up to `max_order` tokens, as of when the model last ran it."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
-from .adaptive_tree import CORPUS
+from .estimates import CORPUS
 from .request import Completion, Origin, StreamChunk
 from .stats import SequenceStats
 

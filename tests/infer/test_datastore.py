@@ -255,8 +255,8 @@ def test_without_a_datastore_estimates_are_those_of_before() -> None:
     engine = Engine(tiny_lm(), drafters=[drafter], default_method="logitspec", num_blocks=64)
     engine.generate(PROMPTS, PARAMS)
     estimates = drafter._trees.estimates
-    start = OFFSETS["corpus-order"]
-    assert estimates.weights[start:] == estimates.prior[start:]
+    corpus = slice(OFFSETS["corpus-order"], OFFSETS["seen"])
+    assert estimates.weights[corpus] == estimates.prior[corpus]
     assert all(math.isfinite(weight) for weight in estimates.weights)
 
 

@@ -126,7 +126,8 @@ DRAFTERS += ["early-exit", "early-exit-last", "hispec", "hispec-wide", "hispec+l
 DRAFTERS += ["hispec+random-tree", "auto"]
 WITH_HEADS = ["early-exit-block", "hispec-adapter", "hispec-block", "hispec-block+logitspec"]
 
-GREEDY_CASES = list(product(DRAFTERS, [1, 3, 16], [1, 16], ["roomy", "preempted"]))
+ROOMS = [(1, "roomy"), (3, "roomy"), (3, "preempted"), (16, "roomy"), (16, "preempted")]
+GREEDY_CASES = [(name, batch, size, room) for name, (batch, room), size in product(DRAFTERS, ROOMS, [1, 16])]
 # each value of each column, not each combination: what heads add is told apart by these
 for one in WITH_HEADS:
     GREEDY_CASES += [(one, 1, 16, "roomy"), (one, 3, 1, "preempted"), (one, 16, 16, "preempted")]
@@ -151,7 +152,7 @@ def drafter(name: str) -> Drafter:
         "early-exit": lambda: EarlyExitDrafter(1, num_tokens=3),
         "early-exit-last": lambda: EarlyExitDrafter(4, num_tokens=3),
         "hispec": lambda: HierarchicalDrafter(EarlyExitDrafter(1), 2),
-        "hispec-wide": lambda: HierarchicalDrafter(EarlyExitDrafter(2, num_tokens=4), 3, window=7),
+        "hispec-wide": lambda: HierarchicalDrafter(EarlyExitDrafter(2, num_tokens=3), 3, window=6),
         "hispec+logitspec": lambda: HierarchicalDrafter(LogitSpecDrafter(k=8, capacity=6, retrieved=4), 3),
         "hispec+prompt-lookup": lambda: HierarchicalDrafter(PromptLookupDrafter(num_tokens=3), 2),
         "hispec+random-tree": lambda: HierarchicalDrafter(RandomTreeDrafter(), 3, window=2),
@@ -180,7 +181,7 @@ def with_heads(kind: str, draft_layer: int, verify_layer: int, num_tokens: int, 
 
 def num_blocks(batch: int, block_size: int, pressure: str) -> int:
     """Preempted: too few for the batch, enough for its longest text, which is 84, or 41 in a batch of three."""
-    return (2000 if pressure == "roomy" else {1: 110, 3: 64, 16: 110}[batch]) // block_size
+    return (2000 if pressure == "roomy" else {3: 64, 16: 110}[batch]) // block_size
 
 
 def make_engine(name: str, **options) -> Engine:
@@ -197,7 +198,7 @@ def test_greedy_text_equals_transformers_generate(name, batch, block_size, press
     for result in results:
         assert result.token_ids == expected()[tuple(result.prompt_ids)]
         assert result.finish_reason == "length"
-    if pressure == "preempted" and batch > 1:
+    if pressure == "preempted":
         assert sum(result.stats.preemptions for result in results) > 0
     assert engine.cache.allocator.num_in_use == 0
     engine.check_invariants()
@@ -321,7 +322,7 @@ LAW_DRAFTERS += ["random-tree", "early-exit", "hispec", "hispec-one", "hispec+lo
 
 
 # (sequences in a pass, block size, blocks): some are too few for all, so that sequences are preempted
-LAW_SETTINGS = [(1, 16, 64), (3, 1, 16), (3, 16, 4), (16, 1, 40), (16, 16, 18)]
+LAW_SETTINGS = [(1, 16, 64), (3, 1, 16), (3, 16, 4), (16, 16, 18)]
 LAW_CASES = [(name, *setting) for name in LAW_DRAFTERS for setting in LAW_SETTINGS] + [("auto", *LAW_SETTINGS[-1])]
 
 
@@ -329,7 +330,7 @@ LAW_CASES = [(name, *setting) for name in LAW_DRAFTERS for setting in LAW_SETTIN
 def test_sampled_texts_have_the_targets_law(name, batch, block_size, num_blocks):
     """Layer 4: chi-square over all 64 texts of three tokens, every one of known probability.
 
-    p must exceed 1e-5, so all 61 cases together fail a right engine with probability 6.1e-4; the seeds are fixed.
+    p must exceed 1e-5, so all 49 cases together fail a right engine with probability 4.9e-4; the seeds are fixed.
     """
     table, runs = random_table(VOCAB, seed=3, order=2, scale=1.0), 1600
     one = table_drafter(name)
