@@ -141,13 +141,13 @@ class AdaptiveTrees:
             self._learn(seen, path)
 
     def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]:
-        """Of each pair of tokens the last place in the prompt: there it says most, and one row does for many."""
+        """Of each token the last place in the prompt: there it says most, and one row does for many."""
         if not self.reads_prompt:
             return []
         state = self._state(sequence)
         if state.last_places is None:
-            pairs = zip([-1, *sequence.token_ids], sequence.token_ids, strict=False)
-            state.last_places = frozenset({pair: place for place, pair in enumerate(pairs)}.values())
+            last = {token_id: place for place, token_id in enumerate(sequence.token_ids)}
+            state.last_places = frozenset(last.values())
         return [place for place in range(max(start, state.num_read), stop) if place in state.last_places]
 
     def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
