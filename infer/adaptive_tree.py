@@ -25,7 +25,7 @@ from ..modules.sampling import likeliest
 from ..modules.token_tree import TokenTree
 from .datastore import Datastore, Matches, corpus_classes
 from .drafter import Observation
-from .estimates import CORPUS, NGRAM, OFFSETS, ORDERS, PROBABILITIES, Context, Estimates
+from .estimates import CORPUS, NGRAM, OFFSETS, ORDERS, PROBABILITIES, Context, Estimates, Source
 from .recall import Continuations, Entry, Memory, Namespaces, continuation_classes
 from .request import Sequence
 
@@ -229,26 +229,11 @@ class AdaptiveTrees:
         """Everything known about what follows a node."""
         tail, depth = grown.tails[node], grown.depths[node]
         parent = grown.contexts[grown.parents[node]] if node else None
-        most = self.max_ngram if parent is None else parent.order + 1
-        order, counts = state.texts.longest(tail, most, now)
-        sources: list[tuple[str, int, dict[int, int]]] = []
-        ngram = continuation_classes(min(order, ORDERS - 1), counts) if order else {}
-        if order:
-            sources.append((NGRAM, OFFSETS["ngram"], ngram))
-        if order > 1:
-            entry = state.texts.table.get(tail[1 - order :], now)
-            if entry is not None:
-                sources.append((NGRAM, OFFSETS["backoff"], continuation_classes(min(order, ORDERS) - 1, entry[2])))
+        order, ngram, sources = self._from_text(state, parent, tail, now)
+        shared_order, others = self._from_namespace(state, parent, tail, now)
         memory = self._memory(state)
-        shared_order = 0
-        if state.private is None:
-            most = self.max_ngram if parent is None else parent.shared_order + 1
-            shared_order, counts = memory.texts.longest(tail, most, now)
-            if shared_order > 1:
-                classes = continuation_classes(min(shared_order, ORDERS - 1), counts)
-                sources.append((NGRAM, OFFSETS["shared-ngram"], classes))
         records = memory.successors.after(tail, now)
-        sources += _record_sources(records, state.owner)
+        sources += others + _record_sources(records, state.owner)
         if records and ngram:
             sources.append((NGRAM, OFFSETS["agreement"], _agreement(order, ngram, records[0][1][2])))
         if depth < 10 and state.guesses:
@@ -261,17 +246,43 @@ class AdaptiveTrees:
             OFFSETS["record"] + _record_class(records, state.owner),
             OFFSETS["confidence"] + (PROBABILITIES + 1) * (depth == 0) + _confidence(records),
         )
-        own = state.texts.after(tail[-1], now)
-        others = memory.texts.after(tail[-1], now) if state.private is None else {}
-        if self.datastore is None:
-            return Context(place, sources, order, shared_order, (), state.seen, own, others)
-        matches, longest, source = self._from_datastore(self.datastore, parent, tail)
-        place = (*place, OFFSETS["corpus-order"] + longest)
-        return Context(place, [*sources, *source], order, shared_order, matches, state.seen, own, others)
+        matches: Matches = ()
+        if self.datastore is not None:
+            matches, longest, source = self._from_datastore(self.datastore, parent, tail)
+            place, sources = (*place, OFFSETS["corpus-order"] + longest), sources + source
+        followed = state.texts.after(tail[-1], now)
+        followed_by_any = memory.texts.after(tail[-1], now) if state.private is None else {}
+        return Context(place, sources, order, shared_order, matches, state.seen, followed, followed_by_any)
+
+    def _from_text(
+        self, state: _State, parent: Context | None, tail: tuple[int, ...], now: float
+    ) -> tuple[int, dict[int, int], list[Source]]:
+        """(longest n-gram that matches in the text, classes of what followed, sources: that and the next shorter)."""
+        order, counts = state.texts.longest(tail, self.max_ngram if parent is None else parent.order + 1, now)
+        if not order:
+            return 0, {}, []
+        ngram = continuation_classes(min(order, ORDERS - 1), counts)
+        sources: list[Source] = [(NGRAM, OFFSETS["ngram"], ngram)]
+        shorter = state.texts.table.get(tail[1 - order :], now) if order > 1 else None
+        if shorter is not None:
+            sources.append((NGRAM, OFFSETS["backoff"], continuation_classes(min(order, ORDERS) - 1, shorter[2])))
+        return order, ngram, sources
+
+    def _from_namespace(
+        self, state: _State, parent: Context | None, tail: tuple[int, ...], now: float
+    ) -> tuple[int, list[Source]]:
+        """(longest n-gram that matches in the namespace's texts, what followed it if it is longer than one token)."""
+        if state.private is not None:
+            return 0, []
+        most = self.max_ngram if parent is None else parent.shared_order + 1
+        order, counts = self._memory(state).texts.longest(tail, most, now)
+        if order < 2:
+            return order, []
+        return order, [(NGRAM, OFFSETS["shared-ngram"], continuation_classes(min(order, ORDERS - 1), counts))]
 
     def _from_datastore(
         self, datastore: Datastore, parent: Context | None, tail: tuple[int, ...]
-    ) -> tuple[Matches, int, list[tuple[str, int, dict[int, int]]]]:
+    ) -> tuple[Matches, int, list[Source]]:
         """(matches, class of the longest, source). The source comes last, so its label is on what no other knows."""
         if parent is None:
             matches = datastore.matches(tail, self.max_ngram)
@@ -318,7 +329,7 @@ class AdaptiveTrees:
         ]
 
 
-def _record_sources(records: list[tuple[int, Entry]], owner: int) -> list[tuple[str, int, dict[int, int]]]:
+def _record_sources(records: list[tuple[int, Entry]], owner: int) -> list[Source]:
     base = OFFSETS["successor"]
     return [
         (SUCCESSOR, base + PROBABILITIES * (2 * (order - 1) + (found[1] != owner)), found[2])

@@ -200,6 +200,10 @@ def _settings(options: BenchOptions) -> dict[str, Any]:
         from .bundles import bundle_digest
 
         settings["bundle"] = bundle_digest(options.bundle)
+    if options.logitspec.datastore is not None:
+        from .datastore import datastore_digest
+
+        settings["logitspec"]["datastore"] = datastore_digest(options.logitspec.datastore)
     settings["data"] = hashlib.sha256(Path(options.data).read_bytes()).hexdigest()[:16]
     return settings | {"versions": versions(), "processor": processor_name()}
 

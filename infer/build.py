@@ -56,7 +56,7 @@ class ModelOptions:
 class LogitSpecOptions:
     """LogitSpec's drafter."""
 
-    k: int | None = option(None, "candidates from a row of logits; if unset 16, for the paper's tree 60")
+    k: int | None = option(None, "candidates from a row of logits; if unset 24, for the paper's tree 60")
     capacity: int | None = option(None, "nodes of the tree, root included; if unset 64, on a CPU 8")
     max_ngram: int | None = option(None, "longest n-gram that is looked up; if unset 6, for the paper's tree 3")
     retrieved: int = option(20, "paper's tree: tokens taken after a match")

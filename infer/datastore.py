@@ -82,13 +82,16 @@ class Datastore:
         progress: Callable[[], object] = lambda: None,
     ) -> Datastore:
         """Of token ids below `vocab_size`. progress is called after each of four rounds of sorting, which need about
-        40 bytes a token. Raises ValueError for documents without a token, and for more than 2**31 tokens."""
+        55 bytes a token. Raises ValueError for documents without a token, and for more than 2**31 tokens."""
         dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.uint32
         end = np.array([vocab_size], dtype)
-        parts = [part for ids in documents if len(ids) for part in (np.asarray(ids, dtype), end)]
+        parts = [part for ids in documents if len(ids) for part in (np.asarray(ids), end)]
         if not parts:
             raise ValueError("a datastore needs at least one token, and the documents have none")
-        tokens = np.concatenate(parts)
+        largest = max(int(part.max()) for part in parts[::2])
+        if largest >= vocab_size:
+            raise ValueError(f"token ids of a datastore must be below {vocab_size}, got {largest}")
+        tokens = np.concatenate(parts).astype(dtype)
         if len(tokens) > MAX_TOKENS:
             raise ValueError(f"a datastore holds up to {MAX_TOKENS} tokens and document ends, got {len(tokens)}")
         order = sort_suffixes(tokens, progress)
@@ -199,7 +202,11 @@ class Datastore:
                 f"{where} belongs to another tokenizer: it was made with {self.tokenizer} ({self.model}), this one is "
                 f"{tokenizer}; build it again with this model's"
             )
-        largest = int(self.tokens[self.tokens != self.end].max())
+        self.check_vocabulary(where, vocab_size)
+
+    def check_vocabulary(self, where: str, vocab_size: int) -> None:
+        """Raise ValueError for ids that a model has not."""
+        largest = int(self.tokens[self.suffixes[-1]])  # in order, so the last begins with it
         if largest >= vocab_size:
             raise ValueError(f"{where} holds token id {largest}; this model has ids from 0 to {vocab_size - 1}")
 
@@ -235,6 +242,12 @@ SHARES = (0.1, 0.25, 0.5, 0.8)
 """Where classes of shares part."""
 
 
+def datastore_digest(folder: str | Path) -> str:
+    """Tells datastores apart; empty for a folder that is none, which `Datastore.load` refuses."""
+    sums = Path(folder).expanduser() / SUMS
+    return hashlib.sha256(sums.read_bytes()).hexdigest()[:16] if sums.is_file() else ""
+
+
 # --- what a folder must be ----------------------------------------------------------------------------------------
 
 
@@ -243,11 +256,10 @@ def check_output(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output {str(folder)!r} is a file; it must be a folder")
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    others = ", ".join(sorted(present - {*DATA, SUMS})[:3])
-    if others or (present and INDEX not in present):
-        raise ValueError(
-            f"output folder {str(folder)!r} is not empty and holds no datastore ({others}); choose another"
-        )
+    others = sorted(present - {*DATA, SUMS}) or sorted(present if INDEX not in present else ())
+    if others:
+        found = ", ".join(others[:3])
+        raise ValueError(f"output folder {str(folder)!r} is not empty and holds no datastore ({found}); choose another")
     if present and not overwrite:
         raise ValueError(
             f"output folder {str(folder)!r} holds a datastore; choose another, or --overwrite to replace it"

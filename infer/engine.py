@@ -108,8 +108,6 @@ class Engine:
         self.drafters = {Drafter.name: Drafter()} | _by_name(drafters)
         self.default_method = self._known_method(default_method)
         self.draft_tokens = draft_tokens
-        for drafter in self.drafters.values():
-            drafter.target_rule = target_rule or drafter.target_rule
         self.watchers: list[Callable[[list[Observation]], None]] = []
         self.exits = list(dict.fromkeys(exits for drafter in self.drafters.values() for exits in drafter.exits))
         extra_layers = [len(exits.context_layers) for exits in self.exits]
@@ -120,7 +118,8 @@ class Engine:
             exits.attach(model, self.cache, model.num_layers + sum(extra_layers[:index]))
         for drafter in self.drafters.values():
             drafter.attach(model, self.cache)
-            drafter.target_rule.to(model.device)
+        for method, drafter in self.drafters.items():
+            self.verify_against(method, target_rule or drafter.target_rule)
         self.max_length = min(max_length or model.max_positions, model.max_positions, self.cache.num_slots)
         self._intake = Intake(tokenizer, model.vocab_size, self.max_length)
         self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds, self._scratch)
@@ -134,6 +133,11 @@ class Engine:
         for drafter in self.drafters.values():
             for one in _with_wrapped(drafter):
                 one.taken = True
+
+    def verify_against(self, method: str, rule: TargetRule) -> None:
+        """From now on proposals of a method are verified against another rule; not while its texts are running."""
+        rule.to(self.model.device)
+        self.drafters[method].target_rule = rule
 
     # -- requests ------------------------------------------------------------------------------------------------
 

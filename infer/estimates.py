@@ -2,9 +2,9 @@
 
 Every source of candidates puts each of its tokens into a class (a record of the model's own probabilities: by that
 probability; an n-gram: by its length, counts and recency), and every class has a weight. A token's log-odds are the sum
-of its classes' weights and of weights for the place, so sources that agree add up. The weights begin at a prior that
-ships with the code, follow what verification says, and drift back to the prior where nothing is learned. They hold no
-text."""
+of its classes' weights, of weights for the place and of two for what the texts repeat, so sources that agree add up.
+The weights begin at a prior that ships with the code, follow what verification says, and drift back to the prior where
+nothing is learned. They hold no text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SIZES = {
 also in the namespace's other texts), which records there are, and how sure the best record was (`confidence`). So is
 `corpus-order`, the longest match in a datastore, where there is one. The others are of tokens: see AdaptiveTrees; and
 `seen`, how often the text has the token already, by how its first source knows it, and `followed`, how often behind
-this place's token, in the text and in others."""
+this place's token, in the text and in all of the namespace's texts, this one included."""
 
 OFFSETS: dict[str, int] = {}
 for _name, _size in SIZES.items():
@@ -63,24 +63,27 @@ TIMES = (0, 1, 2, 3, 3, 3, 3, 3, 3)
 LIKELY = tuple(1 + sum(one > bound for bound in (4, 6, 8, 11)) for one in range(PROBABILITIES))
 """Class of a class of probabilities; 0 for what was looked up."""
 
+Source = tuple[str, int, dict[int, int]]
+"""(label, where its weights begin, {token: class}), with its likeliest tokens first."""
+
 
 @dataclass(frozen=True)
 class Context:
     """All that is known about the token that comes next at one place.
 
-    place: weights that every candidate has. sources: (label, where the source's weights begin, {token: class}), each
-    with its likeliest tokens first. order, shared_order: the longest n-grams that matched. seen: {token: how often the
-    text has it}; followed, followed_elsewhere: the same behind this place's token, in the text and in the others.
+    place: weights that every candidate has. order, shared_order: the longest n-grams that matched. matches: those in a
+    datastore. seen: {token: how often the text has it}; followed, followed_by_any: the same behind this place's token,
+    in the text and in all texts of its namespace, where they share.
     """
 
     place: tuple[int, ...]
-    sources: list[tuple[str, int, dict[int, int]]]
+    sources: list[Source]
     order: int = 0
     shared_order: int = 0
     matches: Matches = ()
     seen: Mapping[int, int] = field(default_factory=dict)
     followed: Mapping[int, int] = field(default_factory=dict)
-    followed_elsewhere: Mapping[int, int] = field(default_factory=dict)
+    followed_by_any: Mapping[int, int] = field(default_factory=dict)
 
     def label(self, token_id: int) -> str:
         """The first source that knows the token."""
@@ -90,7 +93,7 @@ class Context:
         """Weights of a token that has occurred before, and behind this token. label, one: its first source, and its
         class there."""
         times, likely = self.seen.get(token_id, 0), 0 if label in (NGRAM, CORPUS) else LIKELY[one]
-        own, others = self.followed.get(token_id, 0), self.followed_elsewhere.get(token_id, 0)
+        own, others = self.followed.get(token_id, 0), self.followed_by_any.get(token_id, 0)
         seen = SEEN + 6 * (TIMES[times] if times < len(TIMES) else 4) + likely
         return seen, FOLLOWED + 3 * min(own, 2) + min(others, 2)
 
@@ -120,7 +123,7 @@ class Estimates:
                 elif weight > least:
                     seen, followed = context.repeats(label, one, token_id)
                     found[token_id] = base + weight + weights[seen] + weights[followed]
-                elif label != NGRAM:  # rising ranks: none of the rest comes nearer
+                elif label != NGRAM:  # rising ranks: none of the rest comes nearer by this source alone
                     break
         return found
 
@@ -137,15 +140,17 @@ class Estimates:
 
     def learn(self, context: Context, token_id: int) -> None:
         """One step of gradient ascent: here came this token, and none of the other candidates."""
+        weights, base = self.weights, sum(self.weights[index] for index in context.place)
+        rows = self.weights_of(context)
+        odds = {candidate: base + sum(weights[index] for index in row) for candidate, row in rows.items()}
         steps = {
             candidate: self.rate * ((candidate == token_id) - 1.0 / (1.0 + math.exp(-value)))
-            for candidate, value in self.log_odds(context).items()
+            for candidate, value in odds.items()
         }
-        total = sum(steps.values())
         for index in context.place:
-            self._move(index, total)
-        for candidate, indices in self.weights_of(context).items():
-            for index in indices:
+            self._move(index, sum(steps.values()))
+        for candidate, row in rows.items():
+            for index in row:
                 self._move(index, steps[candidate])
 
     def _move(self, index: int, step: float) -> None:
@@ -154,7 +159,8 @@ class Estimates:
 
 
 SLACK = 4.0
-"""Log-odds that further sources are taken to add at most to a candidate: the one approximation in growing a tree."""
+"""Log-odds that further sources and repeats are taken to add at most to a candidate: the one approximation in growing a
+tree."""
 
 
 def read_prior(prior: Mapping[str, str]) -> list[float]:

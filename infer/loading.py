@@ -167,9 +167,10 @@ def check_same_tokenizer(target: Any, draft: Any, target_name: str = "", draft_n
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Which tokenizer this is: 64 hexadecimal digits, alike for those that `check_same_tokenizer` finds the same.
+    """Which tokenizer this is, 64 hexadecimal digits.
 
-    It covers the token of every id and the merges, so it says what ids mean, not how texts or chats are prepared.
+    It covers the token of every id, added ones included, and the merges, so it says what ids mean, not how texts or
+    chats are prepared.
     """
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in _merges(tokenizer)]
     return hashlib.sha256(json.dumps([_tokens_by_id(tokenizer), merges]).encode()).hexdigest()

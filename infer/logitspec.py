@@ -17,6 +17,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from ..modules.kv_cache import PagedKVCache
+from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
 from .adaptive_tree import AdaptiveTrees
 from .datastore import Datastore
@@ -109,7 +111,7 @@ class LogitSpecDrafter(TreeDrafter):
             raise ValueError(f"ttl must be above 0 seconds, got {ttl}")
         if datastore is not None and tree != "adaptive":
             raise ValueError(f"tree must be 'adaptive' for a datastore, got {tree!r}")
-        self.capacity, self.retrieved = capacity, retrieved
+        self.capacity, self.retrieved, self.datastore = capacity, retrieved, datastore
         lengths = _branch_lengths(prune, self.k)
         self._trees: Trees = (
             PaperTrees(self.k, self.max_ngram, retrieved, lengths)
@@ -118,6 +120,10 @@ class LogitSpecDrafter(TreeDrafter):
                 self.max_ngram, self.k, shared == "namespace", remembered, ttl, prompt_logits, clock, datastore
             )
         )
+
+    def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
+        if self.datastore is not None:
+            self.datastore.check_vocabulary("datastore", model.vocab_size)
 
     def default_draft_tokens(self) -> int:
         return self.capacity

@@ -1,10 +1,11 @@
 """Where `Estimates` begins: its weights in hundredths, by kind and in the order of the classes.
 
-Fitted by maximum likelihood to what verification decided on 216 answers of SmolLM2-135M-Instruct (greedy in bfloat16,
-scored in float32) to prompts of Spec-Bench; docs/replay.md says how. A datastore's weights (`corpus`) were fitted by
-themselves, the others being given, to 66 such answers, with datastores of other answers, of news, and of both; classes
-that hardly occurred there are where they were set by hand. Online learning goes on from here, so other models and texts
-only begin a little worse."""
+Fitted by maximum likelihood to what verification decided on answers of SmolLM2-135M-Instruct (greedy in bfloat16) to
+prompts of Spec-Bench: 216 texts for all but `seen` and `followed`, and then all of them together, held near the first
+fit, to 102 of these; docs/replay.md says how. A datastore's weights (`corpus`) were fitted by themselves before that,
+the others being given, to 66 such answers, with datastores of other answers, of news, and of both; classes that hardly
+occurred there are where they were set by hand. Online learning goes on from here, so other models and texts only begin
+a little worse."""
 
 PRIOR: dict[str, str] = {
     "order": """

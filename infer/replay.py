@@ -54,6 +54,14 @@ class Variant:
     method: str
     arguments: Mapping[str, Any]
 
+    def facts(self) -> dict[str, Any]:
+        """For a report, which names a datastore but not where it lies."""
+        found = asdict(self)
+        folder = found["arguments"].get("datastore")
+        if folder is not None:
+            found["arguments"]["datastore"] = Path(folder).name
+        return found
+
     def drafter(self, budget: int, datastore: Datastore | None = None) -> Drafter:
         """A fresh one, of at most `budget` nodes a proposal, root included. datastore: what its arguments name."""
         from .drafter import Drafter
@@ -99,7 +107,7 @@ def replay(options: ReplayOptions) -> None:
                 drafter = variant.drafter(budget, datastore)
                 outcomes[variant.name, budget] = list(_watched(run(drafter, recording, budget), bar))
     Path(options.output).mkdir(parents=True, exist_ok=True)
-    report = build_report(recording, {variant.name: asdict(variant) for variant in variants}, outcomes)
+    report = build_report(recording, {variant.name: variant.facts() for variant in variants}, outcomes)
     write_report(options.output, report)
     print(mat_table(report))
     print(f"speclight: {Path(options.output) / 'report.md'}", file=sys.stderr)

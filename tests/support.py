@@ -116,6 +116,7 @@ def _token_before(hidden, batch, keys):
 
 def _assert_each_position_is_seen_once(positions, seen, own):
     """positions, seen: [rows, keys]; own: [rows] position of the reading token, the last that it sees."""
+    assert torch.equal(seen.sum(1), own.long() + 1), "a token must see each position once"
     ordered = torch.where(seen, positions, torch.inf).sort(1).values
     wanted = torch.arange(ordered.shape[1], dtype=torch.float64).expand_as(ordered)
     wanted = torch.where(wanted <= own[:, None], wanted, torch.inf)

@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +38,7 @@ from ..modules.sampling import make_generator
 from .base import over_ranks, plain_settings
 from .callbacks import RngState
 from .checkpoint import HEADS, RECORD, check_base, check_kind, check_settings, check_tensors
-from .prompts import unfit
+from .prompts import fitting_ids
 from .reinforce import Budget, Reinforce, clipped, log_mixture
 from .rollout import Rollouts, RolloutSampler
 from .task_data import PromptBatch, RolloutBatch, StoredRollouts
@@ -151,7 +152,8 @@ class DiversedModule(LightningModule):
         self._engine: tuple[Engine, ...] = ()  # a tuple, so that torch does not register what is in it
         self._sampler: tuple[RolloutSampler, ...] = ()
         self._measured: list[Rollouts] = []
-        self._left_out: set[int] = set()  # places of prompts that did not fit
+        self._left_out: set[tuple[str, int]] = set()  # prompts that did not fit: what they were for, and their places
+        self._texts = 0.0  # of this epoch's training, on all ranks
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +169,6 @@ class DiversedModule(LightningModule):
             prepared = self._prepared()
             engine = build_engine(prepared)
             self._engine = (engine,)
-            self.head.to(engine.model.device)
             self._sampler = (RolloutSampler(engine, self.method, self.head, self.num_draft, self.draft.get("layer")),)
         return self._sampler[0]
 
@@ -198,10 +199,10 @@ class DiversedModule(LightningModule):
     def roll_out(self, batch: PromptBatch, epoch: int, samples: int, judge: Judge | None = None) -> Rollouts:
         """Answers to a batch of prompts, recorded and rewarded. Seeds depend on the prompts' places and the epoch.
 
-        Prompts that leave no room for an answer are left out, with a warning. judge: of texts and their rows; None: the
-        data's.
+        Prompts that leave no room for max_new_tokens are left out, with a warning. judge: of texts and their rows;
+        None: the data's.
         """
-        batch = self._fitting(batch)
+        batch = self._fitting(batch, "validation" if epoch == VALIDATION else "training")
         seeds = [((self.seed * (1 << 20) + epoch) * (1 << 24) + index) * SEEDS_PER_PROMPT for index in batch.indices]
         prompts = [one.prompt for one in batch.prompts]
         done, rollouts = self.sampler.sample(prompts, seeds, samples, self.max_new_tokens)
@@ -213,15 +214,17 @@ class DiversedModule(LightningModule):
         rollouts.groups = places[rollouts.groups]
         return rollouts
 
-    def _fitting(self, batch: PromptBatch) -> PromptBatch:
+    def _fitting(self, batch: PromptBatch, use: str) -> PromptBatch:
+        """The prompts that leave room, as token ids. use: of the others each is named once for it."""
         kept = []
         for index, one in zip(batch.indices, batch.prompts, strict=True):
-            reason = unfit(self.sampler.engine, one.prompt, self.max_new_tokens)
-            if reason is None:
-                kept.append((index, one))
-            elif index not in self._left_out:
-                logger.warning("prompt %d is left out: it %s", index, reason)
-                self._left_out.add(index)
+            try:
+                token_ids = fitting_ids(self.sampler.engine, one.prompt, self.max_new_tokens)
+                kept.append((index, replace(one, prompt=token_ids)))
+            except ValueError as error:
+                if (use, index) not in self._left_out:
+                    logger.warning("%s prompt %d is left out: %s", use, index, error)
+                    self._left_out.add((use, index))
         return PromptBatch.collate(kept)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -315,7 +318,10 @@ class DiversedModule(LightningModule):
                 float(counts.emitted_tokens),
             ],
         )
-        reward, accepted = sums[0] / max(sums[1], 1.0), sums[2] / max(sums[3], 1.0)
+        self._texts += sums[1]
+        if not sums[1]:  # no prompt of this step fitted, on any rank: nothing was measured
+            return
+        reward, accepted = sums[0] / sums[1], sums[2] / max(sums[3], 1.0)
         tv = sums[4] / max(sums[6], 1.0)
         logged = found | {"reward": reward, "acceptance": accepted, "tv": tv, "w": sums[5] / max(sums[6], 1.0)}
         logged |= {"lambda": self.strength, "rollout_seconds": rolling, "inner_seconds": learning}
@@ -330,6 +336,14 @@ class DiversedModule(LightningModule):
         self._log_histogram(weight)
         if self.budget is not None:
             self.strength = self.budget.turned(self.strength, reward, tv)
+
+    def on_train_epoch_start(self) -> None:
+        self._texts = 0.0
+
+    def on_train_epoch_end(self) -> None:
+        """Raises ValueError after an epoch in which no prompt could be answered."""
+        if not self._texts:
+            raise ValueError("no training prompt leaves room for max_new_tokens: lower it, or give shorter prompts")
 
     def _log_histogram(self, weight: Tensor) -> None:
         for one in self.trainer.loggers:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..infer.measure import WARM_UP_TOKENS, RowFile, batches, schedule
 from .pareto_theory import Theory, Watcher
-from .prompts import unfit
+from .prompts import fitting_ids
 
 if TYPE_CHECKING:
     from ..infer.engine import Engine
@@ -86,11 +86,10 @@ def make_items(engine: Engine, prompts: Sequence[TaskPrompt], max_new_tokens: in
     """The prompts that leave room for all their new tokens; also {place: reason} of the others."""
     items, left_out = [], {}
     for index, prompt in enumerate(prompts):
-        reason = unfit(engine, prompt.prompt, max_new_tokens)
-        if reason is None:
-            items.append(Item(index, prompt, engine.encode(prompt.prompt)))
-        else:
-            left_out[index] = reason
+        try:
+            items.append(Item(index, prompt, fitting_ids(engine, prompt.prompt, max_new_tokens)))
+        except ValueError as error:
+            left_out[index] = str(error)
     return items, left_out
 
 
@@ -137,7 +136,7 @@ class Bench:
     ) -> tuple[list[Completion], float, Watcher]:
         engine = self.engine
         engine.reset()
-        engine.drafters[params.method or ""].target_rule = arm.rule
+        engine.verify_against(params.method or "", arm.rule)
         watcher = Watcher(arm.rule, params.end_ids(engine.model.eos_token_ids))
         engine.watchers.append(watcher)
         base = params.seed or 0

@@ -278,12 +278,9 @@ def make_task(name: str, **overrides: Any) -> Task:
     return replace(TASKS[name], **overrides)
 
 
-def unfit(engine: Engine, prompt: Prompt, max_new_tokens: int) -> str | None:
-    """Why a prompt leaves no room for so many new tokens, "has 9 tokens; ..."; None where it does."""
-    try:
-        length, room = len(engine.encode(prompt)), engine.max_length - max_new_tokens
-    except ValueError as error:
-        return f"cannot be used: {error}"
-    if length <= room:
-        return None
-    return f"has {length} tokens; with {max_new_tokens} new ones at most {max(room, 0)} fit"
+def fitting_ids(engine: Engine, prompt: Prompt, max_new_tokens: int) -> list[int]:
+    """A prompt's token ids. Raises ValueError, "has 9 tokens; ...", where so many new ones do not fit behind them."""
+    token_ids, room = engine.encode(prompt), engine.max_length - max_new_tokens
+    if len(token_ids) > room:
+        raise ValueError(f"has {len(token_ids)} tokens; with {max_new_tokens} new ones at most {max(room, 0)} fit")
+    return token_ids

@@ -111,7 +111,7 @@ class RolloutSampler:
         self.engine, self.method, self.head = engine, method, head
         self.params = GenerationParams(method=method, temperature=1.0, draft_tokens=num_draft, draft_layer=draft_layer)
         self.rule = LearnedEnsemble(head, bonus=True)
-        engine.drafters[method].target_rule = self.rule
+        engine.verify_against(method, self.rule)
         self._parts: list[dict[str, Any]] = []
         engine.watchers.append(self._watch)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from speclight.infer import Engine, GenerationParams
 from speclight.infer.drafter import Observation
-from speclight.infer.estimates import NUM_WEIGHTS, Context, Estimates, read_prior, write_prior
+from speclight.infer.estimates import NGRAM, NUM_WEIGHTS, OFFSETS, Context, Estimates, read_prior, write_prior
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.prior import PRIOR
 from speclight.infer.recall import Continuations, Namespaces, Successors, Table, continuation_classes
@@ -230,7 +230,7 @@ def test_successors_of_longer_contexts_come_first() -> None:
 
 def test_estimates_follow_what_is_accepted_and_drift_back() -> None:
     estimates = Estimates(rate=0.5, drift=0.1)
-    context = Context((0,), [("ngram", 100, {7: 0, 8: 1})])
+    context = Context((0,), [("ngram", 100, {7: 0, 8: 1})], seen={8: 1}, followed={8: 1})  # the two share no class
     before = estimates.log_odds(context)
     for _ in range(20):
         estimates.learn(context, 8)
@@ -282,3 +282,32 @@ def test_without_prompt_logits_no_row_is_asked_for() -> None:
     engine = Engine(tiny_lm(), drafters=[drafter], num_blocks=64, strict=True)
     engine.generate([[5, 6, 7, 5]], GenerationParams(method="logitspec", max_new_tokens=3))
     assert drafter.seen == {}
+
+
+def test_a_candidates_log_odds_are_the_sum_of_its_weights() -> None:
+    """Of places, sources and repeats, each once: what learning moves is what decided."""
+    sources = [
+        (NGRAM, OFFSETS["ngram"], {7: 3}),
+        ("successor", OFFSETS["successor"], {7: 12, 8: 9}),
+        ("last-logit", OFFSETS["guess"], {8: 4, 9: 2}),
+    ]
+    context = Context((0, 50), sources, seen={7: 1, 8: 20}, followed={8: 1}, followed_by_any={8: 5, 9: 1})
+    estimates = Estimates()
+    found, base = estimates.log_odds(context), estimates.weights[0] + estimates.weights[50]
+    for candidate, row in estimates.weights_of(context).items():
+        assert found[candidate] == pytest.approx(base + sum(estimates.weights[index] for index in row))
+        assert len(row) == len(set(row)) == 2 + sum(candidate in classes for *_, classes in sources)
+    assert found.keys() == {7, 8, 9}
+
+
+def test_what_a_text_has_said_already_is_told_apart_by_number_and_source() -> None:
+    times = [Context((), [], seen={7: count}).repeats("successor", 12, 7)[0] for count in (0, 1, 2, 3, 8, 9, 500)]
+    assert len(set(times)) == 5 and times[3] == times[4] and times[5] == times[6]
+    known = Context((), [], seen={7: 1})
+    assert len({known.repeats(*source, 7)[0] for source in ((NGRAM, 12), ("successor", 12), ("successor", 2))}) == 3
+    behind = [
+        Context((), [], followed={7: own}, followed_by_any={7: any_}).repeats("successor", 12, 7)[1]
+        for own in (0, 1, 2, 9)
+        for any_ in (0, 1, 2, 9)
+    ]
+    assert len(set(behind)) == 9

@@ -156,8 +156,11 @@ def test_baselines_have_the_law_that_they_say(rule):
         check_law(done, row)
 
 
+RULED = [lambda: EarlyExitDrafter(1, 3), lambda: DraftModelDrafter(tiny_lm(seed=7), 3)]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("make", [lambda: EarlyExitDrafter(1, 3), lambda: DraftModelDrafter(tiny_lm(seed=7), 3)])
+@pytest.mark.parametrize("make", RULED)
 def test_weight_one_gives_the_texts_of_the_exact_rule(make, temperature):
     found = []
     for rule in (Exact(), StaticEnsemble(1.0), StaticEnsemble(1.0, bonus=True)):
@@ -170,6 +173,41 @@ def test_weight_one_gives_the_texts_of_the_exact_rule(make, temperature):
         assert all(one.stats.distance == 0.0 for one in done)
     assert found[0] == found[1]
     assert temperature > 0 or found[0] == found[2]
+
+
+def ruled_engine(make, model=None, **options) -> Engine:
+    drafter = make()
+    drafter.target_rule = StaticEnsemble(0.5, bonus=True)
+    return Engine(model or tiny_lm(), drafters=[drafter], default_method=drafter.name, strict=True, **options)
+
+
+@pytest.mark.parametrize("make", RULED)
+def test_a_ruled_text_is_the_same_when_it_was_preempted(make):
+    crowd = [[(7 * i + j) % 96 for j in range(17)] for i in range(3)]
+    params = [GenerationParams(max_new_tokens=24, temperature=1.0, seed=seed) for seed in range(3)]
+    roomy, tight = (ruled_engine(make, block_size=1, num_blocks=blocks) for blocks in (400, 64))
+    wanted, found = roomy.generate(crowd, params), tight.generate(crowd, params)
+    assert sum(one.stats.preemptions for one in found) > 0
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+    assert sum(one.stats.distance for one in found) == pytest.approx(sum(one.stats.distance for one in wanted)) != 0
+    assert tight.cache.allocator.num_in_use == 0
+
+
+@pytest.mark.parametrize("make", RULED)
+def test_a_ruled_text_ends_at_the_context(make):
+    """The draft runs a token further than its proposal; there is no place for it behind the last one."""
+    engine = ruled_engine(make, model=tiny_lm(max_position_embeddings=32), num_blocks=40, block_size=4)
+    done = engine.generate([[1 + i for i in range(26)]] * 2, GenerationParams(temperature=1.0, seed=1))
+    assert [(len(one.token_ids), one.finish_reason) for one in done] == [(6, "length")] * 2
+    engine.check_invariants()
+
+
+def test_a_ruled_draft_model_with_a_short_context_stops_drafting_and_the_text_goes_on():
+    draft = tiny_lm(seed=7, max_position_embeddings=16)
+    engine = ruled_engine(lambda: DraftModelDrafter(draft, 3), num_blocks=40)
+    (done,) = engine.generate([[1, 2, 3]], GenerationParams(max_new_tokens=40, temperature=1.0, seed=1))
+    assert len(done.token_ids) == 40 and done.stats.drafted > 0 and done.stats.steps_without_draft > 20
+    assert 0 < done.stats.distance < 14  # what no draft was there for is the target's
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -143,7 +143,17 @@ def test_prompts_that_leave_no_room_are_left_out_and_named(home, tmp_path, caplo
     run.fit(one, datamodule=source)
     assert run.global_step > 0
     said = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
-    assert sorted(text.split()[1] for text in said) == ["1", "2", "3"] and all("tokens" in text for text in said)
+    assert sorted(text.split()[2] for text in said) == ["1", "2", "3"]
+    assert all(text.startswith("training prompt") and "tokens" in text for text in said)
+
+
+def test_a_run_in_which_no_prompt_fits_ends_with_an_error(home, tmp_path):
+    rows = [{"prompt": letter * 900, "reference": "x"} for letter in "ab"]
+    source = TaskDataModule(
+        str(home / "model"), write_rows(tmp_path / "rows.jsonl", rows), task="plain", reward=Letters(), batch_prompts=2
+    )
+    with pytest.raises(ValueError, match="no training prompt leaves room"):
+        trainer(default_root_dir=tmp_path, max_epochs=1).fit(module(home), datamodule=source)
 
 
 def test_a_run_resumes_in_mid_epoch_bit_for_bit(home, tmp_path):
