@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DEFINITIONS = {
     "MAT": "emitted tokens by passes of the target that gave logits, the pass over the prompt included, and the bonus"
     " or corrected token; plain decoding is exactly 1",
+    "MAT after prefill": "the same without each text's first token and pass",
     "budget": "nodes of a proposal, root included; a chain has one drafted token less",
     "accepted by source": "emitted tokens by the label of the drafted node that they were; the rest are corrected or"
     " bonus tokens. What several sources know has the label of the first of ngram, successor, last-logit, datastore",
@@ -44,9 +45,17 @@ def build_report(
             "propose_ms": 1000 * ratio(sum(o.proposing for o in texts), steps),
             "observe_ms": 1000 * ratio(sum(o.observing for o in texts), steps),
         }
-        results.append({"method": name, "budget": budget, "groups": counts} | times)
+        after = _after_prefill([outcome.stats for outcome in texts])
+        results.append({"method": name, "budget": budget, "groups": counts, "mat_after_prefill": after} | times)
     facts = dict(recording.settings) | {"texts": len(recording.texts), "tokens": _num_tokens(recording)}
     return {"recording": facts, "definitions": DEFINITIONS, "methods": dict(variants), "results": results}
+
+
+def _after_prefill(stats: Sequence[SequenceStats]) -> float:
+    """MAT without each text's first token and pass; 1 where no text has another."""
+    begun = sum(one.target_passes > 0 for one in stats)
+    passes = sum(one.target_passes for one in stats) - begun
+    return ratio(sum(one.emitted_tokens for one in stats) - begun, passes) if passes else 1.0
 
 
 def _num_tokens(recording: Recording) -> int:
@@ -101,6 +110,7 @@ def _source_table(report: Mapping[str, Any], budget: int) -> str:
 
 def render_markdown(report: Mapping[str, Any]) -> str:
     parts = ["# speclight replay", bullets(report["recording"]), "## MAT by node budget", mat_table(report)]
+    parts += ["## MAT after prefill", _table(report, lambda result: f"{result['mat_after_prefill']:.3f}")]
     for budget in _budgets(report):
         parts += [f"## MAT by group, {budget} nodes", _group_table(report, budget)]
     sources = _source_table(report, _budgets(report)[-1])

@@ -143,7 +143,11 @@ def test_the_command_reports_mat_by_method_budget_and_group(tmp_path: Path, caps
     names = ["ar", "logitspec, paper", "logitspec, adaptive, shared namespace"]
     assert [(r["method"], r["budget"]) for r in report["results"]] == [(name, b) for name in names for b in (4, 8)]
     assert list(report["results"][0]["groups"]) == ["all", "mt_bench", "qa"]
-    assert report["results"][0]["groups"]["all"]["mat"] == 1.0
+    assert report["results"][0]["groups"]["all"]["mat"] == report["results"][0]["mat_after_prefill"] == 1.0
+    for result in report["results"]:
+        counts, texts = result["groups"]["all"], report["recording"]["texts"]
+        after = (counts["emitted_tokens"] - texts) / (counts["target_passes"] - texts)
+        assert result["mat_after_prefill"] == pytest.approx(after)
     table = (tmp_path / "o" / "report.md").read_text()
     assert "| ar | 1.000 | 1.000 |" in table and "## MAT by group, 8 nodes" in table
     assert (tmp_path / "o" / "report.png").read_bytes().startswith(b"\x89PNG")
