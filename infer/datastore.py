@@ -258,8 +258,8 @@ def check_output(folder: Path, overwrite: bool) -> None:
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     others = sorted(present - {*DATA, SUMS}) or sorted(present if INDEX not in present else ())
     if others:
-        found = ", ".join(others[:3])
-        raise ValueError(f"output folder {str(folder)!r} is not empty and holds no datastore ({found}); choose another")
+        found, held = ", ".join(others[:3]), "more than a datastore" if INDEX in present else "no datastore"
+        raise ValueError(f"output folder {str(folder)!r} is not empty and holds {held} ({found}); choose another")
     if present and not overwrite:
         raise ValueError(
             f"output folder {str(folder)!r} holds a datastore; choose another, or --overwrite to replace it"

@@ -54,12 +54,15 @@ def index(options: IndexOptions) -> None:
     documents = read_documents(list(options.data), tokenizer, end_tokens(source, tokenizer))
     texts, is_cut = _take(documents, options.max_tokens)
     if not texts:
-        raise ValueError(f"data must hold at least one token; {', '.join(options.data)} has none")
+        raise ValueError(f"data must hold a text of at least two tokens; {', '.join(options.data)} has none")
     _write(options, texts, tokenizer, is_cut)
 
 
 def _take(documents: Iterable[Document], limit: int) -> tuple[list[NDArray[Any]], bool]:
-    """(token ids by document, whether anything was left out behind `limit` tokens). Empty documents do not count."""
+    """(token ids by document, whether anything was left out behind `limit` tokens).
+
+    A document of one token, such as an empty text with its end, has nothing to follow and does not count.
+    """
     import numpy as np
     from tqdm import tqdm
 
@@ -68,7 +71,7 @@ def _take(documents: Iterable[Document], limit: int) -> tuple[list[NDArray[Any]]
     for document in tqdm(documents, unit="document", disable=None):
         if len(document.token_ids) > room:
             return [*texts, np.array(document.token_ids[:room], np.uint32)] if room else texts, True
-        if document.token_ids:
+        if len(document.token_ids) > 1:
             texts.append(np.array(document.token_ids, np.uint32))
             room -= len(document.token_ids)
     return texts, False

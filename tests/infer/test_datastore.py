@@ -180,7 +180,7 @@ def test_only_a_datastore_is_overwritten(folder: Path) -> None:
     other.save(folder, overwrite=True)
     assert Datastore.load(folder).num_tokens == 2
     (folder / "mine.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"holds no datastore \(mine.txt\)"):
+    with pytest.raises(ValueError, match=r"holds more than a datastore \(mine.txt\)"):
         other.save(folder, overwrite=True)
 
 

@@ -64,7 +64,7 @@ def test_it_holds_no_more_tokens_than_it_may_and_says_so(model, rows, tmp_path, 
         (["--max-tokens", "0"], "max_tokens must be from 1 to"),
         (["--model", "nowhere"], "model 'nowhere' does not exist"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
-        (["--data", "{here}/empty.jsonl"], "data must hold at least one token"),
+        (["--data", "{here}/empty.jsonl"], "data must hold a text of at least two tokens"),
         (["--data", "{here}/bad.jsonl"], "bad.jsonl:1: a row needs exactly one of"),
         (["--output", "{here}"], "is not empty and holds no datastore"),
         (["--output", "{here}/bad.jsonl"], "is a file; it must be a folder"),
@@ -72,7 +72,7 @@ def test_it_holds_no_more_tokens_than_it_may_and_says_so(model, rows, tmp_path, 
 )
 def test_a_mistake_is_named_and_nothing_is_written(model, rows, tmp_path, capsys, flags, message) -> None:
     (tmp_path / "bad.jsonl").write_text('{"other": 1}\n')
-    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     before = {path.name for path in tmp_path.iterdir()}
     assert index(model, rows, tmp_path / "store", *(flag.format(here=tmp_path) for flag in flags)) == 2
     assert message in capsys.readouterr().err
