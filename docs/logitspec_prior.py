@@ -25,11 +25,12 @@ from speclight.infer.recording import Recording, read_recording
 from speclight.infer.replay import run
 from tqdm import tqdm
 
-PIECE, BUDGET, SHRINKAGE = 24, 32, 0.5
+PIECE, BUDGET, SHRINKAGE = 24, 16, 2.0
 HEAD = '''"""Where `Estimates` begins: its weights in hundredths, by kind and in the order of the classes.
 
-Fitted by maximum likelihood to what verification decided on {texts} recorded texts of {model}; docs/replay.md says how.
-Online learning goes on from here, so other models and texts only begin a little worse.
+Fitted by maximum likelihood to what verification decided on {texts} recorded texts of {model}, a datastore's weights
+(`corpus`) by themselves, the others being given; docs/replay.md and docs/datastore.md say how. Online learning goes on
+from here, so other models and texts only begin a little worse.
 """
 
 PRIOR: dict[str, str] = {{

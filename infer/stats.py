@@ -74,8 +74,8 @@ class SequenceStats(_Counters):
     accepted_lengths: {num_accepted: passes}, over passes that verified a draft.
     drafted_at, reached_at, accepted_at: per depth, passes whose draft reaches it, that decided it (all before it was
         accepted), and that accepted it.
-    drafted_from, accepted_from: drafted and accepted tokens by their nodes' labels, "ngram" or "datastore", where a
-        drafter gives them.
+    drafted_from, accepted_from: drafted and accepted tokens by their nodes' labels: "ngram", "datastore" and other
+        sources, or "chain" where a drafter names none.
     inner_...: the same of drafts under an intermediate layer (HiSpec), whose own proposals are what is counted above:
         inner_passes verifications, inner_emitted tokens that they put into windows.
     distance: total variation between what was verified against and the target's own distribution, summed over tokens;
