@@ -196,14 +196,11 @@ def _settings(options: BenchOptions) -> dict[str, Any]:
     settings = asdict(options)
     for name in ("output", "overwrite", "cache_dir"):
         del settings[name]
-    if options.bundle is not None:
-        from .bundles import bundle_digest
+    for where, name in ((settings, "bundle"), (settings["logitspec"], "datastore")):
+        if where[name] is not None:
+            from .bundles import bundle_digest
 
-        settings["bundle"] = bundle_digest(options.bundle)
-    if options.logitspec.datastore is not None:
-        from .datastore import datastore_digest
-
-        settings["logitspec"]["datastore"] = datastore_digest(options.logitspec.datastore)
+            where[name] = bundle_digest(where[name])
     settings["data"] = hashlib.sha256(Path(options.data).read_bytes()).hexdigest()[:16]
     return settings | {"versions": versions(), "processor": processor_name()}
 

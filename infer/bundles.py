@@ -26,7 +26,7 @@ def load_bundle(folder: str) -> HeadBundle:
 
 
 def bundle_digest(folder: str) -> str:
-    """Tells bundles apart; empty for a folder that is none, which `load_bundle` refuses."""
+    """Tells bundles apart, and datastores; empty for a folder that is neither, which whoever loads it refuses."""
     sums = Path(folder).expanduser() / SUMS
     return hashlib.sha256(sums.read_bytes()).hexdigest()[:16] if sums.is_file() else ""
 

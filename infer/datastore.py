@@ -242,12 +242,6 @@ SHARES = (0.1, 0.25, 0.5, 0.8)
 """Where classes of shares part."""
 
 
-def datastore_digest(folder: str | Path) -> str:
-    """Tells datastores apart; empty for a folder that is none, which `Datastore.load` refuses."""
-    sums = Path(folder).expanduser() / SUMS
-    return hashlib.sha256(sums.read_bytes()).hexdigest()[:16] if sums.is_file() else ""
-
-
 # --- what a folder must be ----------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .files import replace_file
 from .report import bullets, markdown_table, new_figure, png
-from .stats import SequenceStats, ratio
+from .stats import SequenceStats, mat_after_prefill, ratio
 from .summary import ALL
 
 if TYPE_CHECKING:
@@ -45,17 +45,10 @@ def build_report(
             "propose_ms": 1000 * ratio(sum(o.proposing for o in texts), steps),
             "observe_ms": 1000 * ratio(sum(o.observing for o in texts), steps),
         }
-        after = _after_prefill([outcome.stats for outcome in texts])
+        after = mat_after_prefill([outcome.stats for outcome in texts])
         results.append({"method": name, "budget": budget, "groups": counts, "mat_after_prefill": after} | times)
     facts = dict(recording.settings) | {"texts": len(recording.texts), "tokens": _num_tokens(recording)}
     return {"recording": facts, "definitions": DEFINITIONS, "methods": dict(variants), "results": results}
-
-
-def _after_prefill(stats: Sequence[SequenceStats]) -> float:
-    """MAT without each text's first token and pass; 1 where no text has another."""
-    begun = sum(one.target_passes > 0 for one in stats)
-    passes = sum(one.target_passes for one in stats) - begun
-    return ratio(sum(one.emitted_tokens for one in stats) - begun, passes) if passes else 1.0
 
 
 def _num_tokens(recording: Recording) -> int:
@@ -89,6 +82,10 @@ def mat_table(report: Mapping[str, Any]) -> str:
     return _table(report, lambda result: f"{result['groups'][ALL]['mat']:.3f}")
 
 
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def _group_table(report: Mapping[str, Any], budget: int) -> str:
     results = [result for result in report["results"] if result["budget"] == budget]
     groups = list(results[0]["groups"])
@@ -110,7 +107,7 @@ def _source_table(report: Mapping[str, Any], budget: int) -> str:
 
 def render_markdown(report: Mapping[str, Any]) -> str:
     parts = ["# speclight replay", bullets(report["recording"]), "## MAT by node budget", mat_table(report)]
-    parts += ["## MAT after prefill", _table(report, lambda result: f"{result['mat_after_prefill']:.3f}")]
+    parts += ["## MAT after prefill", _table(report, lambda result: _number(result["mat_after_prefill"]))]
     for budget in _budgets(report):
         parts += [f"## MAT by group, {budget} nodes", _group_table(report, budget)]
     sources = _source_table(report, _budgets(report)[-1])

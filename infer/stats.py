@@ -262,3 +262,10 @@ class EngineStats(_Counters):
 
     def as_dict(self) -> dict[str, Any]:
         return super().as_dict() | {"overhead_share": self.overhead_share, "layer_tokens": self.layer_tokens}
+
+
+def mat_after_prefill(parts: Sequence[SequenceStats]) -> float | None:
+    """MAT without each text's first token and pass; None where no text has another."""
+    first = sum(part.target_passes > 0 for part in parts)
+    later = sum(part.target_passes for part in parts) - first
+    return ratio(sum(part.emitted_tokens for part in parts) - first, later) if later else None

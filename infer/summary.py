@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .stats import EngineStats, SequenceStats, ratio
+from .stats import EngineStats, SequenceStats, mat_after_prefill, ratio
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 ALL, MIXED = "all", "mixed"
@@ -207,11 +207,9 @@ def _counts(runs: Sequence[Run], method: str, group: str) -> dict[str, Any]:
     )
     if parts:
         total = SequenceStats.total(parts)
-        later = sum(part.target_passes - 1 for part in parts if part.target_passes)
-        first = sum(1 for part in parts if part.target_passes)
         figures |= {
             "mat": total.mat,
-            "mat_after_prefill": ratio(total.emitted_tokens - first, later) if later else None,
+            "mat_after_prefill": mat_after_prefill(parts),
             "acceptance_rate": total.acceptance_rate if total.drafted else None,
             "inner_acceptance_rate": total.inner_acceptance_rate if total.inner_drafted else None,
             "retrieval_rate": total.retrieval_rate if total.retrieval_steps else None,
