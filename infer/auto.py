@@ -136,6 +136,10 @@ class AutoDrafter(Drafter):
         wanted = [arm.scratch_tokens(draft_tokens, params) for arm in self._chains_for(params)]
         return max([draft_tokens, *wanted]) if draft_tokens else 0
 
+    @property
+    def prompt_vocab(self) -> int | None:  # type: ignore[override]
+        return None if self.tree is None else self.tree.prompt_vocab
+
     def unread(self, sequence: Sequence, start: int, stop: int) -> SequenceOf[int]:
         return () if self.tree is None else self.tree.unread(sequence, start, stop)
 

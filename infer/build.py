@@ -65,7 +65,7 @@ class LogitSpecOptions:
     shared: Literal["namespace", "none"] = option("namespace", "whether requests draft from each other's texts")
     remembered: int = option(20_000, "entries kept of each table that requests share")
     ttl: float = option(3600.0, "seconds after which they are forgotten")
-    prompt_logits: bool = option(True, "learn from the model's logits over the prompt too, an unembedding a row")
+    prompt_vocab: int = option(8192, "learn from the model's logits over the prompt, of so many first tokens; 0 is off")
     datastore: str | None = option(None, "adaptive: folder of `speclight index`, a corpus that all requests draft from")
 
 

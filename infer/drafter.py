@@ -71,6 +71,9 @@ class Drafter:
     exits: tuple[EarlyExits, ...] = ()
     """The target's early exits that it uses; the engine attaches them first, and collects the work they count."""
 
+    prompt_vocab: int | None = None
+    """Of the logits that it is given to `read`, it needs only the first so many tokens' ones; None: all."""
+
     def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
         """Called once by the engine that takes the drafter: the target it drafts for and the target's cache."""
 
@@ -108,12 +111,13 @@ class Drafter:
     def unread(self, sequence: Sequence, start: int, stop: int) -> SequenceOf[int]:
         """Which of the positions [start, stop), all before a root, it wants to `read` in this pass; rising.
 
-        A pass over a prompt makes no logits but the root's unless a drafter asks: each row costs an unembedding.
+        A pass over a prompt makes no logits but the root's unless a drafter asks: each row costs an unembedding of
+        `prompt_vocab` tokens.
         """
         return ()
 
     def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
-        """logits: [positions, vocab] raw target logits after these tokens. Valid during the call."""
+        """logits: [positions, prompt_vocab] raw target logits after these tokens. Valid during the call."""
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """Learn from verified steps. Called once per pass, before what was emitted is handed to the user."""

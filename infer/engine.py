@@ -125,6 +125,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds, self._scratch)
         self.stats = EngineStats()
         self._decoding: dict[int, _Decoding] = {}
+        self._trimmed: dict[int, Callable[[Tensor], Tensor]] = {}  # unembeddings, by the number of tokens
         self._full: list[Sequence] = []  # waiting texts that may not grow
         self._live: Counter[str] = Counter()  # texts of each request that have not ended
         self._sequence_ids, self._request_ids = itertools.count(), itertools.count()
@@ -342,9 +343,19 @@ class Engine:
                 for first in range(0, len(wanted), ROWS_READ):
                     positions = wanted[first : first + ROWS_READ]
                     rows = torch.tensor([row + position - start for position in positions], device=hidden.device)
-                    drafter.read(sequence, positions, self.model.logits(hidden.index_select(0, rows)))
+                    drafter.read(sequence, positions, self._prompt_logits(drafter, hidden.index_select(0, rows)))
             except Exception as error:
                 self._drafter_failed(drafter.name, [sequence], error)
+
+    def _prompt_logits(self, drafter: Drafter, hidden: Tensor) -> Tensor:
+        """[rows, prompt_vocab] as the drafter wants them."""
+        count = drafter.prompt_vocab
+        if count is None or count >= self.model.vocab_size:
+            return self.model.logits(hidden)
+        if count not in self._trimmed:
+            ids = torch.arange(count, device=self.model.device)
+            self._trimmed[count] = self.model.trimmed_unembedding(ids, self.model.is_fast)
+        return self._trimmed[count](self.model.final(hidden))
 
     def _share(self, step: _Step) -> Share:
         sequence, tree = step.scheduled.sequence, step.tree

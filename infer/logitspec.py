@@ -29,6 +29,9 @@ from .request import Sequence
 RETRIEVED, GUESSED = "ngram", "last-logit"
 """Labels of nodes. A proposal holds a retrieved one exactly when a lookup whose result had room matched."""
 
+PROMPT_VOCAB = 8192
+"""Default of `prompt_vocab`: against all 49152 of SmolLM2 it is a sixth of the cost (docs/LOG.md)."""
+
 Tree = Literal["adaptive", "paper"]
 Shared = Literal["namespace", "none"]
 TREES, SHARED = get_args(Tree), get_args(Shared)
@@ -63,7 +66,9 @@ class LogitSpecDrafter(TreeDrafter):
     max_ngram: longest n-gram looked up, backing off to a single token. None is 3 and 6.
     shared: adaptive: "namespace", requests of one namespace draft from each other's texts; "none", they do not.
     remembered: adaptive: entries kept of each table that a namespace shares. ttl: seconds until one is forgotten.
-    prompt_logits: adaptive: learn from the model's logits over the prompt too; they cost an unembedding a row.
+    prompt_vocab: adaptive: learn from the model's logits over the prompt too, as far as they are of the vocabulary's
+        first so many tokens, which in most vocabularies are the frequent ones; 0 does not. Each token's last place in
+        the prompt costs an unembedding of so many rows.
     datastore: adaptive: a corpus to draft from as well, the same for all requests, whatever they share.
     retrieved: paper: tokens taken after a match.
     prune: paper: ((rank, length), ...) with rising ranks: a guess up to that rank keeps `length` tokens, itself
@@ -88,7 +93,7 @@ class LogitSpecDrafter(TreeDrafter):
         shared: Shared = "namespace",
         remembered: int = 20_000,
         ttl: float = 3600.0,
-        prompt_logits: bool = True,
+        prompt_vocab: int = PROMPT_VOCAB,
         datastore: Datastore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,6 +109,7 @@ class LogitSpecDrafter(TreeDrafter):
             ("max_ngram", self.max_ngram, 1),
             ("retrieved", retrieved, 1),
             ("remembered", remembered, 1),
+            ("prompt_vocab", prompt_vocab, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -111,13 +117,13 @@ class LogitSpecDrafter(TreeDrafter):
             raise ValueError(f"ttl must be above 0 seconds, got {ttl}")
         if datastore is not None and tree != "adaptive":
             raise ValueError(f"tree must be 'adaptive' for a datastore, got {tree!r}")
-        self.capacity, self.retrieved, self.datastore = capacity, retrieved, datastore
+        self.capacity, self.retrieved, self.datastore, self.prompt_vocab = capacity, retrieved, datastore, prompt_vocab
         lengths = _branch_lengths(prune, self.k)
         self._trees: Trees = (
             PaperTrees(self.k, self.max_ngram, retrieved, lengths)
             if tree == "paper"
             else AdaptiveTrees(
-                self.max_ngram, self.k, shared == "namespace", remembered, ttl, prompt_logits, clock, datastore
+                self.max_ngram, self.k, shared == "namespace", remembered, ttl, prompt_vocab > 0, clock, datastore
             )
         )
 

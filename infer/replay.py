@@ -259,7 +259,7 @@ class _Replayed:
             part = positions[first : first + size]
             nodes = list(range(len(part)))
             self.rows.fill(nodes, self.text.top_ids[part], self.text.top_logprobs[part])
-            self.drafter.read(self.sequence, part, self.rows.logits[: len(part)])
+            self.drafter.read(self.sequence, part, self.rows.logits[: len(part), : self.drafter.prompt_vocab])
             self.rows.forget(nodes)
 
     def _step(self) -> None:

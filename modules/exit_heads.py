@@ -12,7 +12,7 @@ rule stays exact. Left out: draft vocabularies that differ between exits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -238,7 +238,7 @@ class Exits:
 
     def __init__(self, heads: ExitHeads, model: LayeredModel, fast: bool, decodes: bool = False) -> None:
         self.heads, self.model, self.decodes = heads, model, decodes
-        self._trimmed = None if heads.draft_ids is None else _trimmed(model, heads.draft_ids, fast)
+        self._trimmed = None if heads.draft_ids is None else model.trimmed_unembedding(heads.draft_ids, fast)
 
     def logits(
         self,
@@ -272,7 +272,7 @@ class Exits:
 
     def unembed(self, final: Float[Tensor, "rows embed"]) -> Float[Tensor, "rows draft"]:
         """Logits over the draft vocabulary from states after the model's final norm."""
-        return self.model.unembed(final) if self._trimmed is None else self.model.soft_capped(self._trimmed(final))
+        return self.model.unembed(final) if self._trimmed is None else self._trimmed(final)
 
 
 class Norm(nn.Module):
@@ -374,16 +374,6 @@ class Block(nn.Module):
             raise ValueError("batch must be given: a head of kind 'block' reads the tokens before")
         states = self.translate(hidden.to(self.like.dtype)).to(self.like.dtype)
         return model.run_layer(self.layer, self.place, states, batch, cache).to(hidden.dtype)
-
-
-def _trimmed(model: LayeredModel, draft_ids: Tensor, fast: bool) -> Callable[[Tensor], Tensor]:
-    """The unembedding of some tokens: [rows, embed] -> [rows, draft]."""
-    if any(parameter.requires_grad for parameter in model.head.parameters()):
-        return lambda final: F.linear(final, model.unembedding(draft_ids))  # rows gathered once would fall behind
-    rows = model.unembedding(draft_ids)
-    linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(rows, requires_grad=False)
-    return FastLinear([linear]) if fast else linear
 
 
 def _checked_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -7,10 +7,12 @@ cache. Training and inference go through the same `run`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -249,6 +251,19 @@ class LayeredModel(nn.Module):
         """
         weight = self.head.unpacked() if isinstance(self.head, FastLinear) else self.head.weight
         return weight[token_ids]
+
+    def trimmed_unembedding(self, token_ids: Int[Tensor, "some"], fast: bool) -> Callable[[Tensor], Tensor]:
+        """`unembed` of some tokens only: [rows, embed] -> [rows, some]. fast: packed, for inference only.
+
+        Their rows are gathered here, once, unless they are being trained.
+        """
+        if any(parameter.requires_grad for parameter in self.head.parameters()):  # rows gathered once would fall behind
+            return lambda final: self.soft_capped(F.linear(final, self.unembedding(token_ids)))
+        rows = self.unembedding(token_ids)
+        linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(rows, requires_grad=False)
+        some = FastLinear([linear]) if fast else linear
+        return lambda final: self.soft_capped(some(final))
 
     def soft_capped(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
         """What logits are after the model's cap, if it has one (Gemma)."""

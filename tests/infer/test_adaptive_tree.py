@@ -264,21 +264,21 @@ class Watching(LogitSpecDrafter):
         super().read(sequence, positions, logits)
 
 
-@pytest.mark.parametrize("max_batch_tokens", [512, 4])
-def test_prompts_are_read_once_with_the_logits_that_belong_there(max_batch_tokens: int) -> None:
+@pytest.mark.parametrize(("max_batch_tokens", "vocab"), [(512, 8192), (4, 8192), (4, 20)])
+def test_prompts_are_read_once_with_the_logits_that_belong_there(max_batch_tokens: int, vocab: int) -> None:
     """Fails if rows are shifted by a chunk's start. 5 and 6 stand twice: only their last places are read."""
-    model, drafter, prompt = tiny_lm(), Watching(), [5, 6, 7, 5, 6, 9, 11, 2]
+    model, drafter, prompt = tiny_lm(), Watching(prompt_vocab=vocab), [5, 6, 7, 5, 6, 9, 11, 2]
     engine = Engine(model, drafters=[drafter], num_blocks=64, max_batch_tokens=max_batch_tokens, strict=True)
     engine.generate([prompt], GenerationParams(method="logitspec", max_new_tokens=3))
     from speclight.infer.compare import next_logits
 
     assert sorted(drafter.seen) == [2, 3, 4, 5, 6]
     for position, row in drafter.seen.items():
-        torch.testing.assert_close(row, next_logits(model, [prompt[: position + 1]])[0])
+        torch.testing.assert_close(row, next_logits(model, [prompt[: position + 1]])[0, :vocab])
 
 
 def test_without_prompt_logits_no_row_is_asked_for() -> None:
-    drafter = Watching(prompt_logits=False)
+    drafter = Watching(prompt_vocab=0)
     engine = Engine(tiny_lm(), drafters=[drafter], num_blocks=64, strict=True)
     engine.generate([[5, 6, 7, 5]], GenerationParams(method="logitspec", max_new_tokens=3))
     assert drafter.seen == {}

@@ -60,7 +60,8 @@ DRAFTERS = {
     "paper": lambda: LogitSpecDrafter(k=20, capacity=8, tree="paper"),
     "adaptive": lambda: LogitSpecDrafter(k=8, capacity=8),
     "adaptive, none shared": lambda: LogitSpecDrafter(k=8, capacity=8, shared="none"),
-    "adaptive, prompts unread": lambda: LogitSpecDrafter(k=8, capacity=8, prompt_logits=False),
+    "adaptive, prompts unread": lambda: LogitSpecDrafter(k=8, capacity=8, prompt_vocab=0),
+    "adaptive, prompts half read": lambda: LogitSpecDrafter(k=8, capacity=8, prompt_vocab=48),
 }
 
 
