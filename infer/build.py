@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .plans import DIVERSED, Plan
+
 if TYPE_CHECKING:
     from ..modules.bundle import HeadBundle
     from ..modules.layered_model import LayeredModel
@@ -193,12 +195,15 @@ class Prepared:
     @property
     def uses_exits(self) -> bool:
         needed = drafters_of(self.methods, self.options)
-        return any(_base_method(method, self.ensemble) in EXIT_DRAFTERS for method in needed)
+        return any(self.plan(method).drafter in EXIT_DRAFTERS for method in needed)
+
+    def plan(self, method: str) -> Plan:
+        return Plan.of(method, self.options, self.ensemble)
 
     @property
     def is_lossless(self) -> bool:
         """Whether all that its methods emit has the model's own distribution."""
-        return self.options.target.rule == "exact" and "diversed" not in self.methods
+        return all(self.plan(method).rule == "exact" for method in self.methods)
 
     @property
     def has_template(self) -> bool:
@@ -259,7 +264,7 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     check_device(options.device)
     _check_numbers(options)
     options, ensemble = _with_ensemble(options, methods)
-    drafting = [_base_method(method, ensemble) for method in drafters_of(methods, options)]
+    drafting = [Plan.of(method, options, ensemble).drafter for method in drafters_of(methods, options)]
     if "draft-model" in drafting and options.draft_model is None:
         raise ValueError("method draft-model needs --draft-model, a smaller model with the same tokenizer")
     if AUTO in methods and options.logitspec.tree != "adaptive":
@@ -321,23 +326,17 @@ def _datastore(folder: str, source: ModelSource, tokenizer: Any) -> Datastore:
 
 def _with_ensemble(options: EngineOptions, methods: Sequence[str]) -> tuple[EngineOptions, HeadBundle | None]:
     """The options with what an ensemble head names besides itself, and the head, where a method reads one."""
-    if options.target == TargetOptions() and "diversed" not in methods:
+    if options.target == TargetOptions() and DIVERSED not in methods:
         return options, None
-    from .rules import DRAWN, check_drafts, check_rule, load_ensemble, with_heads_of
+    from .rules import check_drafts, check_rule, load_ensemble, with_heads_of
 
     check_rule(options.target, methods)
     if options.target.head is None:
         return options, None
     head = load_ensemble(options.target.head)
     for method in methods:
-        if method in DRAWN and options.target.rule == "learned":
-            check_drafts(head, method, None)
+        check_drafts(head, Plan.of(method, options, head), None)
     return with_heads_of(options, head), head
-
-
-def _base_method(method: str, ensemble: HeadBundle | None) -> str:
-    """What drafts: diversed goes by what its ensemble head was trained with."""
-    return method if method != "diversed" or ensemble is None else ensemble.config["draft"]["method"]
 
 
 def _check_draft(prepared: Prepared, ensemble: HeadBundle) -> None:
@@ -392,20 +391,15 @@ def _with_exits(prepared: Prepared) -> Prepared:
 def check_request(prepared: Prepared, params: GenerationParams) -> None:
     """Raise ValueError for exits that a request asks for and that are not there. Needs no weights."""
     for method in drafters_of([params.method or prepared.methods[0]], prepared.options):
-        if _base_method(method, prepared.ensemble) in EXIT_DRAFTERS:
+        plan = prepared.plan(method)
+        if plan.drafter in EXIT_DRAFTERS:
             assert prepared.exits is not None, "prepare() plans them for these methods"
-            drafter = _exit_drafter(method, prepared, prepared.exits)
+            drafter = EXIT_DRAFTERS[plan.drafter](prepared, prepared.exits, **plan.settings)
             drafter.check(params)
-            _check_drafts(method, prepared, drafter.depth(params))
+            if prepared.ensemble is not None:
+                from .rules import check_drafts
 
-
-def _check_drafts(method: str, prepared: Prepared, layer: int) -> None:
-    """Refuse drafts that a learned rule's head was not trained with."""
-    from .rules import DRAWN, check_drafts
-
-    learned = method == "diversed" or (method in DRAWN and prepared.options.target.rule == "learned")
-    if learned and prepared.ensemble is not None:
-        check_drafts(prepared.ensemble, method, layer)
+                check_drafts(prepared.ensemble, plan, drafter.depth(params))
 
 
 def _check_numbers(options: EngineOptions) -> None:
@@ -503,40 +497,25 @@ def _exits(prepared: Prepared, model: LayeredModel) -> EarlyExits:
 
 def _ruled(method: str, prepared: Prepared, model: LayeredModel, exits: EarlyExits | None) -> Drafter:
     """The drafter of a method, with what its proposals are verified against."""
-    from .rules import DRAWN, learned_rule, make_rule
+    from .rules import make_rule
 
-    drafter, target = _drafter(method, prepared, model, exits), prepared.options.target
-    if method == "diversed":
-        assert prepared.ensemble is not None, "prepare() loads it for this method"
-        drafter.name, drafter.target_rule = method, learned_rule(target, prepared.ensemble)
-    elif method in DRAWN:
-        drafter.target_rule = make_rule(target, prepared.ensemble)
+    plan, drafter = prepared.plan(method), _drafter(method, prepared, model, exits)
+    drafter.name = plan.method
+    drafter.target_rule = make_rule(replace(prepared.options.target, rule=plan.rule), prepared.ensemble)
     return drafter
 
 
 def _drafter(method: str, prepared: Prepared, model: LayeredModel, exits: EarlyExits | None) -> Drafter:
-    base = _base_method(method, prepared.ensemble)
-    if base not in EXIT_DRAFTERS:
-        sizes = {"num_tokens": prepared.options.diversed.num_tokens} if method == "diversed" else {}
-        return DRAFTERS[base](prepared, model, **sizes)
+    plan = prepared.plan(method)
+    if plan.drafter not in EXIT_DRAFTERS:
+        return DRAFTERS[plan.drafter](prepared, model, **plan.settings)
     assert exits is not None
-    return _exit_drafter(method, prepared, exits)
-
-
-def _exit_drafter(method: str, prepared: Prepared, exits: EarlyExits) -> Drafter:
-    if method != "diversed":
-        return EXIT_DRAFTERS[method](prepared, exits)
-    from .early_exit import EarlyExitDrafter
-
-    assert prepared.ensemble is not None
-    return EarlyExitDrafter(
-        prepared.ensemble.config["draft"]["layer"], prepared.options.diversed.num_tokens, exits=exits
-    )
+    return EXIT_DRAFTERS[plan.drafter](prepared, exits, **plan.settings)
 
 
 def check_method(method: str) -> None:
     """Raise ValueError, with the nearest valid name, unless `method` names a drafter or "ar"."""
-    valid = ["ar", AUTO, *DRAFTERS, *EXIT_DRAFTERS, "diversed"]
+    valid = ["ar", AUTO, *DRAFTERS, *EXIT_DRAFTERS, DIVERSED]
     if method not in valid:
         raise ValueError(f"method must be one of {', '.join(valid)}, got {method!r}{did_you_mean(method, valid)}")
 
@@ -574,13 +553,13 @@ def _prompt_lookup(prepared: Prepared, _: Any = None) -> Drafter:
     return PromptLookupDrafter(**asdict(prepared.options.prompt_lookup))
 
 
-def _draft_model(prepared: Prepared, model: LayeredModel, **sizes: int) -> Drafter:
+def _draft_model(prepared: Prepared, model: LayeredModel, **settings: int) -> Drafter:
     from .draft_model import DraftModelDrafter
     from .loading import load_weights
 
     assert prepared.draft_source is not None, "prepare() resolves it for this method"
     draft = load_weights(prepared.draft_source, str(model.dtype).removeprefix("torch."), str(model.device))
-    return DraftModelDrafter(draft, draft_temperature=prepared.options.draft_temperature, **sizes)
+    return DraftModelDrafter(draft, draft_temperature=prepared.options.draft_temperature, **settings)
 
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
@@ -598,12 +577,12 @@ def _default_exits(prepared: Prepared) -> tuple[int, int]:
     return default_exits(prepared.exits)
 
 
-def _early_exit(prepared: Prepared, exits: EarlyExits) -> Drafter:
+def _early_exit(prepared: Prepared, exits: EarlyExits, **settings: int) -> Drafter:
     from .early_exit import EarlyExitDrafter
 
-    options = prepared.options.early_exit
-    layer = _default_exits(prepared)[0] if options.layer is None else options.layer
-    return EarlyExitDrafter(layer, options.num_tokens, exits=exits)
+    given = asdict(prepared.options.early_exit) | settings
+    layer = _default_exits(prepared)[0] if given["layer"] is None else given["layer"]
+    return EarlyExitDrafter(layer, given["num_tokens"], exits=exits)
 
 
 def _hispec(prepared: Prepared, exits: EarlyExits) -> Drafter:
@@ -633,7 +612,7 @@ def _over(inner: Drafter, prepared: Prepared, exits: EarlyExits) -> Drafter:
     return HierarchicalDrafter(inner, layer, options.window, exits=exits)
 
 
-EXIT_DRAFTERS: dict[str, Callable[[Prepared, EarlyExits], Drafter]] = {
+EXIT_DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "early-exit": _early_exit,
     "hispec": _hispec,
     "hispec+logitspec": _hispec_logitspec,

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 from ..modules.bundle import HeadBundle
 from ..modules.ensemble_head import KIND, EnsembleHead
 from .bundles import bundle_digest
+from .plans import DIVERSED, DRAWN, RUN_FURTHER, Plan
 from .target import Exact, LearnedEnsemble, Lossy, SpecCascade, StaticEnsemble, TargetRule
 
 if TYPE_CHECKING:
     from .build import EngineOptions, TargetOptions
-
-DRAWN = ("draft-model", "early-exit", "hispec", "hispec+logitspec", "hispec+prompt-lookup", "diversed")
-"""Methods whose drafts are drawn from a distribution, which rules other than the exact one need."""
 
 
 def load_ensemble(folder: str) -> HeadBundle:
@@ -44,13 +42,10 @@ READ_BY: dict[str, tuple[str, ...]] = {
 }
 """Which rules read a setting; method diversed is a learned one."""
 
-RUN_FURTHER = ("draft-model", "early-exit", "diversed")
-"""Methods whose draft can be run one token further, for a bonus from the rule's distribution."""
-
 
 def check_rule(target: TargetOptions, methods: Sequence[str]) -> None:
     """Raise ValueError for settings that are not valid or say nothing here. Of the head only that it is named."""
-    rules = {target.rule, "learned" if "diversed" in methods else target.rule}
+    rules = {target.rule, "learned" if DIVERSED in methods else target.rule}
     named = " and ".join(dict.fromkeys(methods))
     for name, readers in READ_BY.items():
         changed = getattr(target, name) != type(target).__dataclass_fields__[name].default
@@ -61,7 +56,7 @@ def check_rule(target: TargetOptions, methods: Sequence[str]) -> None:
             )
     if "learned" in rules and target.head is None:
         raise ValueError("method diversed and target.rule learned need --target.head, a folder of an ensemble head")
-    drawn = [method for method in methods if method in DRAWN and (method != "diversed" or target.rule == "learned")]
+    drawn = [method for method in methods if method in DRAWN and (method != DIVERSED or target.rule == "learned")]
     if target.rule != "exact" and not drawn:
         raise ValueError(
             f"target.rule {target.rule} needs a method whose drafts are drawn ({', '.join(DRAWN[:-1])}); method is "
@@ -73,11 +68,13 @@ def check_rule(target: TargetOptions, methods: Sequence[str]) -> None:
     StaticEnsemble(0.5, target.max_tv)
 
 
-def check_drafts(head: HeadBundle, method: str, layer: int | None) -> None:
-    """Raise ValueError unless drafts are of the kind that a head was trained with. layer: the exit's, if known."""
+def check_drafts(head: HeadBundle, plan: Plan, layer: int | None) -> None:
+    """Refuse drafts that a learned rule's head was not trained with. layer: the exit's, if known."""
+    if plan.rule != "learned":
+        return
     draft = head.config["draft"]
-    if method not in ("diversed", draft["method"]):
-        raise ValueError(f"target.head was trained with method {draft['method']}; method is {method}")
+    if plan.drafter != draft["method"]:
+        raise ValueError(f"target.head was trained with method {draft['method']}; method is {plan.method}")
     if draft["method"] == "early-exit" and layer not in (None, draft["layer"]):
         raise ValueError(f"target.head was trained with the exit after layer {draft['layer']}; draft_layer is {layer}")
 
@@ -93,12 +90,8 @@ def make_rule(target: TargetOptions, head: HeadBundle | None) -> TargetRule:
         return _named("alpha", lambda: SpecCascade(target.alpha, target.cascade, bonus))
     if target.rule == "learned":
         assert head is not None, "prepare() loads it"
-        return learned_rule(target, head)
+        return LearnedEnsemble(EnsembleHead.from_bundle(head), target.max_tv, bonus)
     return Exact()
-
-
-def learned_rule(target: TargetOptions, head: HeadBundle) -> LearnedEnsemble:
-    return LearnedEnsemble(EnsembleHead.from_bundle(head), target.max_tv, target.bonus == "ensemble")
 
 
 def _named(name: str, make: Callable[[], TargetRule]) -> TargetRule:
