@@ -109,22 +109,7 @@ class DiversedModule(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.settings = settings
-        counts = {"num_draft": num_draft, "samples": samples, "max_new_tokens": max_new_tokens}
-        counts |= {"max_num_seqs": max_num_seqs, "inner_epochs": inner_epochs, "minibatches": minibatches}
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if not 0 <= seed < 1024:
-            raise ValueError(f"seed must be from 0 to 1023, got {seed}")
-        if samples > SEEDS_PER_PROMPT:
-            raise ValueError(f"samples must be at most {SEEDS_PER_PROMPT}, got {samples}")
-        if estimator.is_centred and samples < 2:
-            raise ValueError("samples must be at least 2 for reinforce++-baseline, which compares a prompt's answers")
-        for name, number in (("lr", lr), ("weight_decay", weight_decay), ("acceptance_weight", acceptance_weight)):
-            if not 0.0 <= number < math.inf:
-                raise ValueError(f"{name} must be a number of at least 0, got {number!r}")
-        if not grad_clip > 0.0:
-            raise ValueError(f"grad_clip must be above 0, got {grad_clip}")
+        _check_settings(settings, estimator)
         EnsembleHead(1, 1, 0, norm, initial_weight)
         resolve_dtype(dtype)
         self.method, self.draft_layer, self.num_draft = method, draft_layer, num_draft
@@ -430,6 +415,24 @@ class DiversedModule(LightningModule):
         check_settings(record["draft"], self.draft)
         check_tensors(checkpoint["state_dict"], {HEADS + name: t for name, t in self.head.state_dict().items()})
         self.strength = record["strength"]
+
+
+def _check_settings(settings: Mapping[str, Any], estimator: Reinforce) -> None:
+    """Raise ValueError naming the first that is not valid. settings: DiversedModule's, by name."""
+    for name in ("num_draft", "samples", "max_new_tokens", "max_num_seqs", "inner_epochs", "minibatches"):
+        if settings[name] < 1:
+            raise ValueError(f"{name} must be at least 1, got {settings[name]}")
+    if not 0 <= settings["seed"] < 1024:
+        raise ValueError(f"seed must be from 0 to 1023, got {settings['seed']}")
+    if settings["samples"] > SEEDS_PER_PROMPT:
+        raise ValueError(f"samples must be at most {SEEDS_PER_PROMPT}, got {settings['samples']}")
+    if estimator.is_centred and settings["samples"] < 2:
+        raise ValueError("samples must be at least 2 for reinforce++-baseline, which compares a prompt's answers")
+    for name in ("lr", "weight_decay", "acceptance_weight"):
+        if not 0.0 <= settings[name] < math.inf:
+            raise ValueError(f"{name} must be a number of at least 0, got {settings[name]!r}")
+    if not settings["grad_clip"] > 0.0:
+        raise ValueError(f"grad_clip must be above 0, got {settings['grad_clip']}")
 
 
 def described_draft(method: str, prepared: Prepared, layer: int | None) -> tuple[dict[str, Any], tuple[int, int]]:
