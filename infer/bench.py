@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from .request import GenerationParams
 
 PLAIN_PEER, LOOKUP_PEER = "transformers", "transformers+prompt-lookup"
+CONTINUOUS_PEER = "transformers-continuous"
 PEERS = {
     "transformers": (PLAIN_PEER, LOOKUP_PEER),
     "transformers-plain": (PLAIN_PEER,),
     LOOKUP_PEER: (LOOKUP_PEER,),
+    CONTINUOUS_PEER: (CONTINUOUS_PEER,),
 }
 """--peers values, and the rows that each stands for."""
 
@@ -50,7 +52,9 @@ class BenchOptions(EngineOptions):
     methods: tuple[str, ...] = option(
         ("prompt-lookup", "logitspec"), "a,b,c; logitspec:16 sets a proposal's size; ar is always there", nargs="+"
     )
-    peers: tuple[str, ...] = option((), "transformers: its own generate, plain and with prompt lookup", nargs="+")
+    peers: tuple[str, ...] = option(
+        (), "transformers: its generate, and its prompt lookup; transformers-continuous: its generate_batch", nargs="+"
+    )
     limit: int | None = option(None, "at most this many questions, spread over the groups")
     per_group: int | None = option(None, "at most this many questions of each group")
     stride: int = option(1, "every how many-th question of a group, sorted by question_id")
@@ -114,13 +118,14 @@ def _make_runners(
     runners = {variant.name: engine_runner(engine, _params(variant, options)) for variant in variants}
     if peers:
         from .loading import load_transformers
-        from .peers import TransformersPeer
+        from .peers import ContinuousPeer, TransformersPeer
 
         model = load_transformers(prepared.source, options.dtype, options.device)
         eos_ids = () if options.ignore_eos else engine.model.eos_token_ids
         pad_id = getattr(prepared.tokenizer, "pad_token_id", None) or 0
         for name in peers:
-            peer = TransformersPeer(model, pad_id, eos_ids, name == LOOKUP_PEER, options.temperature, options.seed)
+            kind = ContinuousPeer if name == CONTINUOUS_PEER else TransformersPeer
+            peer = kind(model, pad_id, eos_ids, name == LOOKUP_PEER, options.temperature, options.seed)
             runners[name] = peer_runner(peer.generate)
     return runners
 

@@ -13,7 +13,7 @@ from speclight.infer import Engine, GenerationParams, LogitSpecDrafter
 from speclight.infer.bench import LOOKUP_PEER, PLAIN_PEER, Variant, check_folder, parse_methods, parse_peers
 from speclight.infer.cli import main
 from speclight.infer.measure import Ledger, Measured, batches, engine_runner, find_differences, measure, schedule
-from speclight.infer.peers import TransformersPeer
+from speclight.infer.peers import ContinuousPeer, TransformersPeer
 from speclight.infer.questions import Item, Question, make_items, read_questions, select
 from speclight.infer.summary import Difference, Run
 from support import hf_tiny, tiny_lm
@@ -236,12 +236,14 @@ def plain(prompts: list[list[int]], **params) -> list[list[int]]:
     return [text.token_ids for text in engine.generate(prompts, GenerationParams(max_new_tokens=12, **params))]
 
 
-@pytest.mark.parametrize("lookup", [False, True])
-def test_peer_gives_the_ids_of_our_plain_decoding_up_to_and_with_the_end(lookup: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lookup"), [(TransformersPeer, False), (TransformersPeer, True), (ContinuousPeer, False)]
+)
+def test_peer_gives_the_ids_of_our_plain_decoding_up_to_and_with_the_end(kind, lookup: bool) -> None:
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9]]
     end = next(token_id for at, token_id in enumerate(plain(prompts)[1]) if at > 2)
     ours = plain(prompts, stop_token_ids=(end,))
-    peer = TransformersPeer(hf_tiny(dtype=torch.float32), pad_id=0, eos_ids={end}, lookup=lookup)
+    peer = kind(hf_tiny(dtype=torch.float32), pad_id=0, eos_ids={end}, lookup=lookup)
     theirs = [peer.generate([prompt], 12)[0] for prompt in prompts] if lookup else peer.generate(prompts, 12)
     assert theirs == ours
     assert ours[1][-1] == end
