@@ -119,7 +119,7 @@ class RaggedBatch:
         starts = np.cumsum([0, *(len(item.token_ids) for item in items)])
         ancestry = [item.ancestry() for item in items]
         keys = [_key_slots(item, int(start), block_size) for item, start in zip(items, starts, strict=False)]
-        groups = [_make_group(group, items, ancestry, keys, starts, device) for group in _grouped(items)]
+        groups = [_make_group(group, items, ancestry, keys, starts, device) for group in _grouped(items, device)]
 
         def put(parts: list[np.ndarray]) -> Tensor:
             return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
@@ -143,25 +143,33 @@ def _key_slots(item: BatchItem, start: int, block_size: int | None) -> np.ndarra
     return slots[: item.context_len + new]
 
 
-def _grouped(items: Sequence[BatchItem], waste: float = 1.3, call: int = 2048) -> list[list[int]]:
-    """Indices of items that share a padded call: padding may add `waste` to the work, or `call` query-key pairs per
-    item.
+CALL_KEYS = {"cpu": 128}
+"""What a padded call costs beside its keys, in keys, by kind of device: 17 us against 0.13 us a key of three heads of
+64 on a CPU (docs/LOG.md). Elsewhere launching a call's kernels takes as long as reading very many keys."""
+CALL_KEYS_ELSEWHERE = 32768
+QUERY_KEYS = 0.2
+"""What a query costs of what reading the keys does."""
 
-    A call costs about as much as that many pairs, so tiny items are always put together.
-    """
+
+def _grouped(items: Sequence[BatchItem], device: torch.device | str = "cpu") -> list[list[int]]:
+    """Indices of items that share a padded call: those of similar shape, where padding costs less than a call."""
+    call = CALL_KEYS.get(torch.device(device).type, CALL_KEYS_ELSEWHERE)
+
+    def cost(seqs: int, queries: int, keys: int) -> float:
+        return call + seqs * keys * (1.0 + QUERY_KEYS * queries)
+
     shapes = [(len(item.token_ids), item.context_len + len(item.token_ids)) for item in items]
     groups: list[list[int]] = []
-    real = 0
+    padded = (0, 0, 0)  # of the last group: sequences, queries, keys
     for index in sorted(range(len(items)), key=lambda i: shapes[i], reverse=True):
         queries, keys = shapes[index]
-        if groups:
-            members = [*groups[-1], index]
-            padded = len(members) * shapes[members[0]][0] * max(shapes[i][1] for i in members)
-            if padded <= waste * (real + queries * keys) + call * len(members):
-                groups[-1], real = members, real + queries * keys
-                continue
-        groups.append([index])
-        real = queries * keys
+        joined = (padded[0] + 1, max(padded[1], queries), max(padded[2], keys))
+        if groups and cost(*joined) <= cost(*padded) + cost(1, queries, keys):
+            groups[-1].append(index)
+            padded = joined
+        else:
+            groups.append([index])
+            padded = (1, queries, keys)
     return [sorted(group) for group in groups]
 
 

@@ -1,0 +1,34 @@
+"""Which sequences of a batch attend in one padded call."""
+
+from __future__ import annotations
+
+from speclight.modules.batch import BatchItem, RaggedBatch
+
+
+def decoding(lengths: list[int], new: int = 1) -> RaggedBatch:
+    """Texts of so many tokens with `new` new ones each; their blocks lie apart."""
+    blocks = [range(100 * number, 100 * number + 80) for number in range(len(lengths))]
+    items = [BatchItem([7] * new, n, table) for n, table in zip(lengths, blocks, strict=True)]
+    return RaggedBatch.build(items, 16)
+
+
+def padded_keys(batch: RaggedBatch) -> int:
+    return sum(group.num_seqs * group.num_keys for group in batch.groups)
+
+
+def test_a_long_text_does_not_make_short_ones_read_as_many_keys() -> None:
+    """One call padded to the longest of these would read 6,500 keys instead of 2,300: twice the time of a step."""
+    lengths = [96, 131, 131, 137, 140, 146, 723, 817]
+    assert padded_keys(decoding(lengths)) < 1.15 * sum(lengths)
+    assert padded_keys(decoding(lengths, new=4)) < 1.15 * sum(n + 4 for n in lengths)
+
+
+def test_texts_of_like_lengths_share_a_call() -> None:
+    assert len(decoding([130 + n for n in range(16)]).groups) == 1
+    assert len(decoding([3, 5, 9, 40]).groups) == 1, "short ones cost less than a call"
+
+
+def test_a_prompt_and_single_tokens_do_not_share_a_call() -> None:
+    items = [BatchItem([7] * 200, 0, range(13)), *(BatchItem([7], 50, range(20 * n, 20 * n + 4)) for n in range(1, 9))]
+    groups = RaggedBatch.build(items, 16).groups
+    assert sorted((group.num_seqs, group.num_queries) for group in groups) == [(1, 200), (8, 1)]
