@@ -130,6 +130,7 @@ class EngineOptions(ModelOptions):
     draft_model: str | None = option(None, "the smaller model of method draft-model; same kinds as --model")
     draft_temperature: float | None = option(None, "temperature of the draft model's own draws; the request's if unset")
     bundle: str | None = option(None, "folder of exit heads, for early-exit and hispec; the model's own norm if unset")
+    attention: Literal["sdpa", "flex"] = option("sdpa", "flex: torch's FlexAttention, for GPUs; not with method auto")
     max_num_seqs: int = option(64, "sequences in one pass")
     block_size: int = option(16, "slots of a cache block")
     kv_memory: float | None = option(None, "GiB for the key-value cache; a share of the free memory if unset")
@@ -256,12 +257,13 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     that is damaged, made for another model or used by no method, and for exits that are not there; for a datastore as
     for a bundle.
     """
-    from .sources import check_device, check_dtype
+    from .sources import check_attention, check_device, check_dtype
 
     for method in methods:
         check_method(method)
     check_dtype(options.dtype)
     check_device(options.device)
+    check_attention(options.attention)
     _check_numbers(options)
     options, ensemble = _with_ensemble(options, methods)
     drafting = [Plan.of(method, options, ensemble).drafter for method in drafters_of(methods, options)]
@@ -269,6 +271,10 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
         raise ValueError("method draft-model needs --draft-model, a smaller model with the same tokenizer")
     if AUTO in methods and options.logitspec.tree != "adaptive":
         raise ValueError(f"logitspec.tree must be adaptive for method auto, got {options.logitspec.tree!r}")
+    if AUTO in methods and options.attention != "sdpa":
+        raise ValueError(
+            f"attention must be sdpa for method auto, whose measurements are of it, got {options.attention!r}"
+        )
     if options.bundle is not None and not any(method in EXIT_DRAFTERS for method in drafting):
         raise ValueError(
             f"bundle is read by {', '.join(EXIT_DRAFTERS)}; method is {' and '.join(dict.fromkeys(methods))}"
@@ -461,7 +467,7 @@ def _load_model(prepared: Prepared) -> tuple[LayeredModel, CostModel | None]:
     """The target, and for method auto what its passes cost, where that has been measured."""
     from ..modules.bundle import fingerprint
     from ..modules.layered_model import LayeredModel
-    from .loading import load_transformers
+    from .loading import load_transformers, resolve_attention
 
     loaded = load_transformers(prepared.source, prepared.options.dtype, prepared.options.device)
     named = {"bundle": prepared.bundle, "target.head": prepared.ensemble} if not prepared.base_known else {}
@@ -474,7 +480,7 @@ def _load_model(prepared: Prepared) -> tuple[LayeredModel, CostModel | None]:
 
         identity = identity_of(fingerprint(loaded), loaded.dtype, loaded.device)
         cost = stored_cost_model(identity, prepared.options.cache_dir)
-    return LayeredModel(loaded), cost
+    return LayeredModel(loaded, attention=resolve_attention(prepared.options.attention)), cost
 
 
 def _auto(prepared: Prepared, model: LayeredModel, exits: EarlyExits | None, cost: CostModel | None) -> Drafter:
@@ -558,7 +564,8 @@ def _draft_model(prepared: Prepared, model: LayeredModel, **settings: int) -> Dr
     from .loading import load_weights
 
     assert prepared.draft_source is not None, "prepare() resolves it for this method"
-    draft = load_weights(prepared.draft_source, str(model.dtype).removeprefix("torch."), str(model.device))
+    dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
+    draft = load_weights(prepared.draft_source, dtype, device, attention=prepared.options.attention)
     return DraftModelDrafter(draft, draft_temperature=prepared.options.draft_temperature, **settings)
 
 

@@ -26,10 +26,11 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from .sources import VALID_MODELS, check_device, check_dtype, find_model
+from .sources import VALID_MODELS, check_attention, check_device, check_dtype, find_model
 from .sources import ModelSource as ModelSource
 
 if TYPE_CHECKING:
+    from ..modules.attention import Attention
     from ..modules.layered_model import LayeredModel
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
@@ -43,23 +44,39 @@ def load_model(
     trust_remote_code: bool = False,
     cache_dir: str | None = None,
     verbose: bool = False,
+    attention: str = "sdpa",
 ) -> tuple[LayeredModel, Any]:
     """The model, ready to run, and its tokenizer. Raises ValueError for what cannot be used, before weights are read.
 
     dtype: "auto" is the checkpoint's own, but float32 where that is float16 and the device a CPU. device: "auto" is the
-    GPU if there is one.
+    GPU if there is one. attention: "sdpa", or on GPUs "flex".
     """
     resolve_dtype(dtype)
     resolve_device(device)
+    check_attention(attention)
     source = resolve_model(model, allow_pickle, trust_remote_code, cache_dir)
     tokenizer = load_tokenizer(source)
-    return load_weights(source, dtype, device, verbose), tokenizer
+    return load_weights(source, dtype, device, verbose, attention), tokenizer
 
 
 def resolve_dtype(name: str) -> torch.dtype | str:
     """The torch dtype, or "auto" itself. ValueError for any other name."""
     check_dtype(name)
     return name if name == "auto" else getattr(torch, name)
+
+
+def resolve_attention(name: str) -> Attention:
+    """The function that a model's layers call. ValueError for a name that stands for none."""
+    check_attention(name)
+    if name == "flex":
+        if torch.__version__ < "2.13":  # compared as versions
+            raise ValueError(f"attention flex needs torch 2.13 or later, this is {torch.__version__}")
+        from ..modules.flex_attention import flex_paged_attention
+
+        return flex_paged_attention
+    from ..modules.attention import paged_attention
+
+    return paged_attention
 
 
 def resolve_device(name: str) -> torch.device:
@@ -116,11 +133,13 @@ def load_tokenizer(source: ModelSource) -> Any:
         raise ValueError(f"model {source.name!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
 
 
-def load_weights(source: ModelSource, dtype: str = "auto", device: str = "auto", verbose: bool = False) -> LayeredModel:
+def load_weights(
+    source: ModelSource, dtype: str = "auto", device: str = "auto", verbose: bool = False, attention: str = "sdpa"
+) -> LayeredModel:
     """The model as a stack of layers; see `load_transformers`."""
     from ..modules.layered_model import LayeredModel
 
-    return LayeredModel(load_transformers(source, dtype, device, verbose))
+    return LayeredModel(load_transformers(source, dtype, device, verbose), attention=resolve_attention(attention))
 
 
 def load_transformers(

@@ -10,6 +10,7 @@ from typing import Any
 
 CACHE_DIR = "~/.cache/speclight"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+ATTENTIONS = ("sdpa", "flex")
 VALID_MODELS = "a hub id (owner/name), a folder with config.json and safetensors, or a .gguf file"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -75,6 +76,12 @@ def check_dtype(name: str) -> None:
     """Raise ValueError, with those that are, for a name that is no dtype."""
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+
+
+def check_attention(name: str) -> None:
+    """Raise ValueError, with those that are, for a name that is no implementation of attention."""
+    if name not in ATTENTIONS:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
 
 
 def check_device(name: str) -> None:

@@ -7,12 +7,30 @@ costs little beside it. Soft-capped logits (Gemma 2) have no SDPA form and are c
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from .batch import AttentionGroup, RaggedBatch
+
+
+@runtime_checkable
+class Attention(Protocol):
+    """What a model's layers call: `paged_attention`, or another function that computes the same."""
+
+    def __call__(
+        self,
+        query: Float[Tensor, "tokens heads head_dim"],
+        keys: Float[Tensor, "slots kv_heads head_dim"],
+        values: Float[Tensor, "slots kv_heads head_dim"],
+        batch: RaggedBatch,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Float[Tensor, "tokens heads head_dim"]: ...
 
 
 def paged_attention(

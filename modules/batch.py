@@ -7,8 +7,10 @@ is a sequence whose new tokens have parents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,17 +39,26 @@ class BatchItem:
         assert self.parents is None or count == len(self.token_ids), "only a chain can be run in parts"
         return BatchItem(self.token_ids[count:], self.context_len + count, self.blocks)
 
-    def ancestry(self) -> tuple[np.ndarray, np.ndarray]:
-        """([new] depth of each new token, [new, new] whether row's token sees column's: itself and its ancestors)."""
-        new = len(self.token_ids)
+    def depths(self) -> np.ndarray:
+        """[new] ancestors of each new token among the new ones."""
         if self.parents is None:
-            return np.arange(new), np.tri(new, dtype=bool)
-        depths, sees = np.zeros(new, dtype=np.int64), np.eye(new, dtype=bool)
+            return np.arange(len(self.token_ids))
+        depths = np.zeros(len(self.token_ids), dtype=np.int64)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
                 depths[node] = depths[parent] + 1
+        return depths
+
+    def ancestry(self) -> tuple[np.ndarray, np.ndarray]:
+        """([new] depths, [new, new] whether row's token sees column's: itself and its ancestors)."""
+        new = len(self.token_ids)
+        if self.parents is None:
+            return self.depths(), np.tri(new, dtype=bool)
+        sees = np.eye(new, dtype=bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
                 sees[node] |= sees[parent]
-        return depths, sees
+        return self.depths(), sees
 
 
 @dataclass
@@ -94,16 +105,20 @@ class AttentionGroup:
 class RaggedBatch:
     """token_ids, positions: [tokens]. cu_seqlens: where each sequence's new tokens begin, and the total at the end.
 
-    slot_mapping: [tokens] cache slot of each new token; None for a pass without a cache. rotary: the pass's position
-    embeddings, kept here by LayeredModel so that a pass run in several layer ranges computes them once.
+    slot_mapping: [tokens] cache slot of each new token; None for a pass without a cache. items, block_size: what it was
+    built from; key_slots: by item, see `_key_slots`. rotary: the pass's position embeddings, kept here by LayeredModel
+    so that a pass run in several layer ranges computes them once; plans: the same for what attention needs besides.
     """
 
     token_ids: Int[Tensor, "tokens"]
     positions: Int[Tensor, "tokens"]
     cu_seqlens: list[int]
     slot_mapping: Int[Tensor, "tokens"] | None
-    groups: list[AttentionGroup]
+    items: Sequence[BatchItem]
+    block_size: int | None
+    key_slots: list[np.ndarray]
     rotary: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    plans: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -117,20 +132,34 @@ class RaggedBatch:
         if block_size is None and any(item.context_len for item in items):
             raise ValueError("a pass without a cache has no context: context_len must be 0")
         starts = np.cumsum([0, *(len(item.token_ids) for item in items)])
-        ancestry = [item.ancestry() for item in items]
         keys = [_key_slots(item, int(start), block_size) for item, start in zip(items, starts, strict=False)]
-        groups = [_make_group(group, items, ancestry, keys, starts, device) for group in _grouped(items, device)]
 
         def put(parts: list[np.ndarray]) -> Tensor:
             return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
         return cls(
             put([np.asarray(item.token_ids) for item in items]),
-            put([depths + item.context_len for item, (depths, _) in zip(items, ancestry, strict=True)]),
+            put([item.depths() + item.context_len for item in items]),
             starts.tolist(),
             None if block_size is None else put([k[item.context_len :] for item, k in zip(items, keys, strict=True)]),
-            groups,
+            items,
+            block_size,
+            keys,
         )
+
+    @cached_property
+    def groups(self) -> list[AttentionGroup]:
+        """The padded calls of the reference, planned when first read: other attention has no use for them."""
+        starts, device = np.asarray(self.cu_seqlens), self.token_ids.device
+        ancestry = [item.ancestry() for item in self.items]
+        grouped = _grouped(self.items, device)
+        return [_make_group(group, self.items, ancestry, self.key_slots, starts, device) for group in grouped]
+
+    def plan(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returned when this key was first asked for."""
+        if key not in self.plans:
+            self.plans[key] = make()
+        return self.plans[key]
 
 
 def _key_slots(item: BatchItem, start: int, block_size: int | None) -> np.ndarray:

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import paged_attention
-
 PACK_ROWS = 16
 """Rows that packed weights are laid out for; within noise of the best layout from 1 to 128 rows."""
 
@@ -112,8 +110,7 @@ class FastAttention(nn.Module):
         query, key = rotate(rotated, *paged.halves(position_embeddings)).split(
             [self.num_heads, self.num_kv_heads], dim=1
         )
-        keys, values = paged.write(self.layer_index, key, value)
-        read = paged_attention(query, keys, values, paged.batch, self.scaling, self.window, self.softcap)
+        read = paged.attend(self.layer_index, query, key, value, self.scaling, self.window, self.softcap)
         return self.output(read.view(tokens, -1)).unsqueeze(0), None
 
 

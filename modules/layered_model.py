@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from .attention import paged_attention
+from .attention import Attention, paged_attention
 from .batch import RaggedBatch
 from .fast import FastLinear, fast_norm, layer_window, signed_halves, speed_up
 from .kv_cache import PagedKVCache
@@ -50,10 +50,12 @@ def check_supported(config: Any) -> None:
 
 @dataclass
 class Paged:
-    """What one layer's attention needs of a pass: the batch, and the cache it reads and writes (None: itself only)."""
+    """What one layer's attention needs of a pass: the batch, the cache it reads and writes (None: itself only), and the
+    function that attends."""
 
     batch: RaggedBatch
     cache: PagedKVCache | None
+    attention: Attention
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def halves(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -62,6 +64,20 @@ class Paged:
         if key not in self.rotations:
             self.rotations[key] = signed_halves(*position_embeddings)
         return self.rotations[key]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """[tokens, heads, head_dim] what the new tokens read, their own keys and values included; see `write`."""
+        keys, values = self.write(layer, key, value)
+        return self.attention(query, keys, values, self.batch, scaling, window, softcap)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put new keys and values, [tokens, kv_heads, head_dim], in their slots; returns what attention reads from."""
@@ -89,9 +105,8 @@ def _attention_interface(
     if paged is None:
         raise RuntimeError("this model belongs to a LayeredModel: run it through LayeredModel.run")
     # under autocast rotary embedding has turned query and key back into float32
-    heads = [x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)]
-    keys, values = paged.write(module.layer_idx, *heads[1:])
-    read = paged_attention(heads[0], keys, values, paged.batch, scaling, layer_window(module), softcap)
+    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    read = paged.attend(module.layer_idx, query, key, value, scaling, layer_window(module), softcap)
     return read.unsqueeze(0), None
 
 
@@ -104,13 +119,14 @@ class LayeredModel(nn.Module):
     The model passed in is changed in place (its attention, and with `fast` its modules) and should not be used
     otherwise.
     fast: swap in the faster modules of `fast.py`, for inference only; off for training.
+    attention: what all layers call; `flex_paged_attention` is for inference on GPUs.
 
     Raises ValueError for an unsupported architecture.
     """
 
     is_fast: bool = False
 
-    def __init__(self, hf_model: PreTrainedModel, fast: bool = True) -> None:
+    def __init__(self, hf_model: PreTrainedModel, fast: bool = True, attention: Attention = paged_attention) -> None:
         super().__init__()
         check_supported(hf_model.config)
         self.config = hf_model.config.get_text_config()
@@ -121,7 +137,7 @@ class LayeredModel(nn.Module):
         self.norm = decoder.final_layer_norm if self.config.model_type == "opt" else decoder.norm
         self.softcap = getattr(self.config, "final_logit_softcapping", None)
         self.eos_token_ids = _eos_token_ids(hf_model)
-        self.is_fast = fast
+        self.is_fast, self.attention = fast, attention
         if fast:
             self.requires_grad_(False).eval()
             speed_up(decoder.layers)
@@ -201,7 +217,7 @@ class LayeredModel(nn.Module):
         Writes the new tokens' keys and values of those layers into their slots. `run(run(h, a), b)` over adjacent
         ranges equals one run over both, bit for bit. cache None: tokens see only the batch's own (training, scoring).
         """
-        paged, states = Paged(batch, cache), hidden.unsqueeze(0)
+        paged, states = Paged(batch, cache, self.attention), hidden.unsqueeze(0)
         for index in range(start, stop):
             states = self._through(self.decoder.layers[index], index, states, paged)
         return states.squeeze(0)
@@ -218,7 +234,7 @@ class LayeredModel(nn.Module):
 
         It reads and writes the layer of the cache that its own `layer_idx` names.
         """
-        return self._through(layer, place, hidden.unsqueeze(0), Paged(batch, cache)).squeeze(0)
+        return self._through(layer, place, hidden.unsqueeze(0), Paged(batch, cache, self.attention)).squeeze(0)
 
     def _through(self, layer: nn.Module, place: int, states: Tensor, paged: Paged) -> Tensor:
         return layer(

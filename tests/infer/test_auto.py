@@ -523,6 +523,7 @@ def test_it_draws_on_what_something_is_given_for(model):
         ({"logitspec": LogitSpecOptions(tree="paper")}, "logitspec.tree must be adaptive for method auto, got 'paper'"),
         ({"early_exit": EarlyExitOptions(layer=99)}, "early_exit.layer must be"),
         ({"draft_model": "nowhere"}, "nowhere"),
+        ({"attention": "flex"}, "attention must be sdpa for method auto, whose measurements are of it, got 'flex'"),
     ],
 )
 def test_what_it_cannot_use_is_refused_before_weights_are_read(model, given, message):

@@ -24,6 +24,7 @@ from speclight.infer.generate import GenerateOptions
 from speclight.infer.request import Completion, GenerationParams, StreamChunk, TokenOrigin
 from speclight.infer.stats import SequenceStats
 from speclight.infer.terminal import COLOURS, RESET, coloured, print_stream, summary
+from speclight.modules.flex_attention import flex_paged_attention
 
 TRAINING = {"fit", "validate", "test"}
 """Commands whose flags are Lightning's."""
@@ -325,6 +326,12 @@ def test_an_engine_is_built_for_every_method(model: str, method: str) -> None:
     assert engine.cache.block_size == 4
     (result,) = engine.generate("abcab", GenerationParams(max_new_tokens=3))
     assert len(result.token_ids) == 3
+
+
+def test_the_model_and_a_draft_model_attend_as_asked(model: str) -> None:
+    options = EngineOptions(model=model, draft_model=model, attention="flex", block_size=4, kv_memory=0.001)
+    engine = build.build_engine(build.prepare(options, ["draft-model"]))
+    assert engine.model.attention is engine.drafters["draft-model"].model.attention is flex_paged_attention
 
 
 # -- generate --------------------------------------------------------------------------------------------------------

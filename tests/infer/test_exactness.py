@@ -25,7 +25,9 @@ from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.prompt_lookup import PromptLookupDrafter
 from speclight.infer.request import GenerationParams
 from speclight.modules.batch import BatchItem, RaggedBatch
+from speclight.modules.flex_attention import flex_paged_attention
 from speclight.modules.kv_cache import CacheTable
+from speclight.modules.layered_model import LayeredModel
 from speclight.modules.token_tree import TokenTree
 from support import TableLM, hf_tiny, random_table, tiny_lm
 
@@ -202,6 +204,25 @@ def test_greedy_text_equals_transformers_generate(name, batch, block_size, press
         assert sum(result.stats.preemptions for result in results) > 0
     assert engine.cache.allocator.num_in_use == 0
     engine.check_invariants()
+
+
+@pytest.mark.parametrize("name", ["logitspec", "random-tree", "hispec-block"])
+def test_greedy_text_is_the_same_by_flex_attention(name):
+    """Layer 2 again. Fails if FlexAttention reads a wrong key where block tables, trees and preemption come from an
+    engine, or a head that is a layer."""
+    one = drafter(name)
+    engine = Engine(
+        LayeredModel(hf_tiny(), attention=flex_paged_attention),
+        drafters=[one],
+        default_method=one.name,
+        strict=True,
+        block_size=4,
+        num_blocks=num_blocks(3, 4, "preempted"),
+        max_num_seqs=3,
+        max_batch_tokens=40,
+    )
+    for result in engine.generate(prompts_of(3), GenerationParams(max_new_tokens=6)):
+        assert result.token_ids == expected()[tuple(result.prompt_ids)][:6]
 
 
 WITH_A_LENGTH = [name for name in DRAFTERS + WITH_HEADS if name not in ("ar", "random-tree", "oracle")]

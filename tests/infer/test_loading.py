@@ -210,11 +210,13 @@ def test_weights_that_are_missing_are_refused_instead_of_random(folder: Path) ->
         load_model(str(folder))
 
 
-def test_dtype_and_device_are_checked_before_the_model_is_looked_for() -> None:
+def test_dtype_device_and_attention_are_checked_before_the_model_is_looked_for() -> None:
     with pytest.raises(ValueError, match="dtype must be one of auto, float32"):
         load_model("nope", dtype="float23")
     with pytest.raises(ValueError, match="device must be auto, cpu, cuda or cuda:N"):
         load_model("nope", device="gpu")
+    with pytest.raises(ValueError, match="attention must be one of sdpa, flex, got 'flash'"):
+        load_model("nope", attention="flash")
     with pytest.raises(ValueError, match="is not there"):
         resolve_device("cuda:99")
     assert resolve_dtype("bfloat16") is torch.bfloat16
