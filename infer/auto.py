@@ -120,7 +120,7 @@ class AutoDrafter(Drafter):
 
     def _chains_for(self, params: GenerationParams) -> list[ChainArm]:
         """Those that may draft for a request: none where a seed says what the text is."""
-        return [] if params.seed is not None and not params.is_greedy else self.arms
+        return [] if params.is_seeded else self.arms
 
     def check(self, params: GenerationParams) -> None:
         for part in self.parts:

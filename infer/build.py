@@ -96,6 +96,7 @@ class HiSpecOptions:
     verify_layer: int | None = option(None, "exit that verifies; if unset the bundle's highest, or a quarter")
     draft_tokens: int = option(2, "drafted at once by the exit; hispec+... take the size of the drafter they name")
     window: int = option(4, "tokens that the exit has verified when the whole model does")
+    wait: float = option(0.5, "share of a batch's windows that must be full before all are verified; 1 waits for each")
 
 
 @dataclass(kw_only=True)
@@ -421,6 +422,8 @@ def _check_numbers(options: EngineOptions) -> None:
         value = getattr(getattr(options, group), name)
         if not 1 <= value <= MAX_DRAFT_TOKENS:
             raise ValueError(f"{group}.{name} must be from 1 to {MAX_DRAFT_TOKENS}, got {value}")
+    if not 0.0 < options.hispec.wait <= 1.0:
+        raise ValueError(f"hispec.wait must be above 0 and at most 1, got {options.hispec.wait}")
     if options.kv_memory is not None and not options.kv_memory > 0:
         raise ValueError(f"kv_memory must be above 0 GiB, got {options.kv_memory}")
     if options.draft_temperature is not None and not 0 <= options.draft_temperature <= 1e6:
@@ -616,7 +619,7 @@ def _over(inner: Drafter, prepared: Prepared, exits: EarlyExits) -> Drafter:
 
     options = prepared.options.hispec
     layer = _default_exits(prepared)[1] if options.verify_layer is None else options.verify_layer
-    return HierarchicalDrafter(inner, layer, options.window, exits=exits)
+    return HierarchicalDrafter(inner, layer, options.window, exits=exits, wait=options.wait)
 
 
 EXIT_DRAFTERS: dict[str, Callable[..., Drafter]] = {

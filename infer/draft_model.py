@@ -149,7 +149,7 @@ class DraftModelDrafter(Drafter):
         state = self._states.get(sequence.sequence_id)
         if state is None:
             params = sequence.params
-            seeded = params.seed is not None and not params.is_greedy
+            seeded = params.is_seeded
             if self.draft_temperature is not None:
                 params = replace(params, temperature=self.draft_temperature)
             keep_probs = not self.target_rule.lossless

@@ -5,8 +5,9 @@ acceptance rule verifies against the intermediate's distribution p_i. Every toke
 the residual, is distributed as p_i given its prefix, so the chain is handed on with p_i, never with the inner draft's
 q: that is what keeps the last stage exact. When a window is full depends on its own past alone, and so does not either.
 
-In a batch, windows that are full wait for those that are not, and then all go to the full model together. A window is
-thus the same whatever runs beside it, and a seeded text too.
+In a batch all windows go to the full model together, as soon as a share of them is full: the others hand on what they
+have. What ends a window then depends on its neighbours too, but on nothing that is still to be drawn, so the text keeps
+its distribution. Only where a seed says what the text is does a window wait until it is full itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .segments import Share, proposal_item, run_segments
 
 
 @dataclass
-class _Window:
+class Window:
     """One sequence's tentative tokens V.
 
     layer: L_i. inner_tokens: N_d. goal: tokens after which the window is handed on (N_i); cap: tokens it may never
@@ -63,6 +64,11 @@ class _Window:
     def is_open(self) -> bool:
         return not self.ended and len(self.token_ids) < min(self.goal, self.cap)
 
+    @property
+    def must_fill(self) -> bool:
+        """Whether it may not be handed on for the sake of others."""
+        return self.sequence.params.is_seeded
+
 
 @dataclass
 class _Round:
@@ -70,7 +76,7 @@ class _Round:
     the exit there makes of them.
     """
 
-    window: _Window
+    window: Window
     tree: TokenTree
     hidden: Tensor | None = None
     states: Tensor | None = None
@@ -87,7 +93,7 @@ class HierarchicalDrafter(Drafter):
 
     inner: where its drafts come from, at or below that layer: an EarlyExitDrafter for HiSpec, or a lookup.
     inner_tokens: size of the inner proposals (N_d), None takes the inner drafter's own. head, exits: see
-    EarlyExitDrafter.
+    EarlyExitDrafter. wait: share of a batch's windows that must be full before all are handed on; 1 waits for each.
 
     A request may set `verify_layer`, `window` and `inner_draft_tokens`, and what the inner drafter reads; its
     `draft_tokens` bound a window. Windows end with a token that ends the text.
@@ -103,12 +109,15 @@ class HierarchicalDrafter(Drafter):
         inner_tokens: int | None = None,
         head: ExitHead | None = None,
         exits: EarlyExits | None = None,
+        wait: float = 0.5,
     ) -> None:
         self.inner_tokens = inner.default_draft_tokens() if inner_tokens is None else inner_tokens
         for name, value in (("window", window), ("inner_tokens", self.inner_tokens)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self.inner, self.exit_layer, self.window = inner, exit_layer, window
+        if not 0.0 < wait <= 1.0:
+            raise ValueError(f"wait must be above 0 and at most 1, got {wait}")
+        self.inner, self.exit_layer, self.window, self.wait = inner, exit_layer, window, wait
         self.exit = exits_of(exit_layer, head, exits)
         self.exits = (self.exit, *inner.exits)
         self.name = "hispec" if inner.name == "early-exit" else f"hispec+{inner.name}"
@@ -146,8 +155,12 @@ class HierarchicalDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
         windows = [self._open(sequence) for sequence in sequences]
-        while running := [window for window in windows if window.is_open]:
+        running = begun = [window for window in windows if window.is_open]
+        while running:
             self._advance(running)
+            running = [window for window in running if window.is_open]
+            if len(running) <= (1.0 - self.wait) * len(begun):
+                running = [window for window in running if window.must_fill]
         return [self._tree(window) for window in windows]
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
@@ -165,10 +178,10 @@ class HierarchicalDrafter(Drafter):
     def _inner_tokens_of(self, params: GenerationParams) -> int:
         return self.inner_tokens if params.inner_draft_tokens is None else params.inner_draft_tokens
 
-    def _open(self, sequence: Sequence) -> _Window:
+    def _open(self, sequence: Sequence) -> Window:
         params = sequence.params
         table = CacheTable(blocks=sequence.table.blocks, length=sequence.table.length)
-        return _Window(
+        return Window(
             sequence,
             replace(sequence, token_ids=list(sequence.token_ids), table=table, num_tentative=0),
             LogitsPipeline(params, sequence.num_prompt, for_drafts=True, keep_probs=not self.target_rule.lossless),
@@ -179,7 +192,7 @@ class HierarchicalDrafter(Drafter):
             params.end_ids(self.model.eos_token_ids),
         )
 
-    def _advance(self, windows: list[_Window]) -> None:
+    def _advance(self, windows: list[Window]) -> None:
         """One inner proposal per window, verified by the intermediate layer."""
         rounds = self._inner_rounds(windows)
         groups: dict[int, list[_Round]] = defaultdict(list)
@@ -189,7 +202,7 @@ class HierarchicalDrafter(Drafter):
             self._run(layer, group)
         self.inner.observe([self._settle(one) for one in rounds])
 
-    def _inner_rounds(self, windows: list[_Window]) -> list[_Round]:
+    def _inner_rounds(self, windows: list[Window]) -> list[_Round]:
         for window in windows:
             window.shadow.draft_tokens = window.inner_tokens
             window.shadow.max_depth = window.cap - len(window.token_ids) - 1
@@ -233,7 +246,7 @@ class HierarchicalDrafter(Drafter):
         window.sequence.stats.record_inner(tree.num_drafted, max(tree.depths), verdict.num_accepted, emitted)
         return Observation(window.shadow, tree, verdict, rows)
 
-    def _verify(self, window: _Window, tree: TokenTree, states: Tensor, rows: Tensor) -> Verdict:
+    def _verify(self, window: Window, tree: TokenTree, states: Tensor, rows: Tensor) -> Verdict:
         """The rule under p_i. Where the text can end, or p_i says nothing, the path ends and nothing follows it."""
         prefix = list(window.shadow.token_ids)
 
@@ -252,7 +265,7 @@ class HierarchicalDrafter(Drafter):
         window.ended = verdict.next_token is None or verdict.next_token in window.ends
         return verdict
 
-    def _extend(self, window: _Window, tree: TokenTree, verdict: Verdict, states: Tensor) -> int:
+    def _extend(self, window: Window, tree: TokenTree, verdict: Verdict, states: Tensor) -> int:
         """Put what the intermediate emitted into the window, keep its rows and cache entries only; how many tokens."""
         before = states.shape[0] - len(tree)
         offsets = [*range(before), *(before + node for node in verdict.path)]
@@ -263,7 +276,7 @@ class HierarchicalDrafter(Drafter):
         window.shadow.num_tentative = len(window.token_ids)
         return len(emitted)
 
-    def _tree(self, window: _Window) -> TokenTree:
+    def _tree(self, window: Window) -> TokenTree:
         root, drafted = window.sequence.token_ids[-1], window.token_ids
         if not window.hidden:
             return TokenTree.root(root)

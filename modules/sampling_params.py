@@ -78,6 +78,11 @@ class SamplingParams:
         object.__setattr__(self, "logits_processors", _checked_processors(self.logits_processors))
 
     @property
+    def is_seeded(self) -> bool:
+        """Whether a seed says what the text is, whatever runs beside it."""
+        return self.seed is not None and not self.is_greedy
+
+    @property
     def is_greedy(self) -> bool:
         """Whether every token is the most likely one, penalties and bans included."""
         return self.top_p == 0.0 or (self.temperature is not None and self.temperature < GREEDY_BELOW)

@@ -12,6 +12,7 @@ from speclight.infer.engine import Engine
 from speclight.infer.hierarchical import HierarchicalDrafter
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.request import GenerationParams
+from speclight.modules.token_tree import TokenTree
 from support import TableLM, random_table, tiny_lm
 
 PROMPT = [5, 9, 3, 5, 9, 3, 5, 9]
@@ -114,3 +115,34 @@ def test_an_end_of_sequence_inside_the_window_ends_the_text(drafter):
     (result,) = engine.generate([PROMPT], params)
     assert result.token_ids == text[: first + 1] and result.finish_reason == "stop"
     assert engine.cache.allocator.num_in_use == 0
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_full_windows_wait_for_a_share_of_the_others_only(seeded):
+    """One text's drafts are all accepted, its neighbours' none, so theirs fill token by token; a seed waits for all."""
+    handed: list[list[int]] = []
+
+    class Watched(HierarchicalDrafter):
+        def propose(self, sequences):
+            trees = super().propose(sequences)
+            handed.append([tree.num_drafted for tree in trees])
+            return trees
+
+    class Inner(EarlyExitDrafter):
+        """The exit that verifies drafts for the first text; for the others nothing is drafted."""
+
+        def propose(self, sequences):
+            return [
+                tree if sequence.sequence_id == 0 else TokenTree.root(sequence.token_ids[-1])
+                for tree, sequence in zip(super().propose(sequences), sequences, strict=True)
+            ]
+
+    for wait in (0.25, 1.0):
+        handed.clear()
+        engine = engine_with(Watched(Inner(2, num_tokens=3), 2, window=4, wait=wait))
+        for index in range(4):
+            params = GenerationParams(max_new_tokens=24, temperature=1.0, seed=index if seeded else None)
+            engine.add([*PROMPT, index], params)
+        while len(handed) < 2:
+            engine.step()
+        assert handed[0] == ([4, 1, 1, 1] if wait < 1.0 and not seeded else [4, 4, 4, 4])
