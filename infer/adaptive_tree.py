@@ -190,7 +190,8 @@ class AdaptiveTrees:
 
     def _learn(self, seen: Observation, likely: list[dict[int, int]]) -> None:
         state, sequence = self._state(seen.sequence), seen.sequence
-        state.earlier = likely[-2] if len(likely) > 1 else state.guesses
+        before = state.guesses if len(sequence.token_ids) == state.num_read + 1 else {}  # auto may have left rows out
+        state.earlier = likely[-2] if len(likely) > 1 else before
         state.guesses = dict(likely[-1])
         if sequence.num_tentative:  # what an intermediate layer says of its own drafts
             return

@@ -23,7 +23,7 @@ from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
 from .arms import PROBE_STEPS, ChainArm, ChainPlan, Load, arm_of
 from .calibrate import quick_calibration
-from .choice import Allocation, Patience, Trust, best_allocation, longest_wait
+from .choice import Allocation, Patience, Trust, best_allocation, longest_wait, smoothed
 from .cost_model import CostModel
 from .drafter import Drafter, Observation, SomeFailed, TreeDrafter
 from .exits import Tap
@@ -101,7 +101,7 @@ class AutoDrafter(Drafter):
         self._trust, self._typical = Trust(), Patience()
         self._patience: dict[int, Patience] = {}
         self._new: set[int] = set()  # texts that the trees have not seen
-        self._growth = 0.0  # seconds by a node
+        self._growth = self._reading = 0.0  # seconds by a node, and by a text whose rows trees learn from
         self._steps = 0
         self._probe: tuple[ChainArm, int] | None = None
         self._served = self._probing = 0.0
@@ -189,8 +189,7 @@ class AutoDrafter(Drafter):
         found = self.tree.scored(sized)
         seconds, nodes = self.clock() - started, sum(len(scores) for _, scores in found)
         if nodes and not any(sequence.sequence_id in self._new for sequence in due):  # a new text is read first
-            sample = seconds / nodes
-            self._growth += (0.1 if self._growth else 1.0) * (min(sample, 3 * (self._growth or sample)) - self._growth)
+            self._growth = smoothed(self._growth, seconds / nodes)
         self._new.difference_update(sequence.sequence_id for sequence in due)
         return {sequence.sequence_id: _Grown(*one) for sequence, one in zip(due, found, strict=True)}
 
@@ -277,12 +276,13 @@ class AutoDrafter(Drafter):
             return
         running = (trees.seconds - step.overhead - step.plain) / step.nodes if step.nodes else 0.0  # of a node
         gained = self._trust.value * step.plain / step.load.sequences  # by an expected token
-        growing = self._growth * sum(len(one.scores) for one in step.grown.values())
-        longest = longest_wait(growing / len(tried) * step.load.sequences, step.plain)
+        growing = self._growth * sum(len(one.scores) for one in step.grown.values()) / len(tried)
+        longest = longest_wait((growing + 2 * self._reading) * step.load.sequences, step.plain)  # read before and after
         total = 0.0
         for sequence, worthy in zip(tried, trees.worthy, strict=True):
             grown, patience = step.grown[sequence.sequence_id], self._patience_of(sequence)
             saved = gained * sum(grown.scores[: grown.kept]) - running * grown.kept - self._growth * len(grown.scores)
+            saved -= self._reading
             patience.record(self._steps, saved, longest)
             patience.size(worthy, sequence.draft_tokens)
             total += saved
@@ -320,12 +320,26 @@ class AutoDrafter(Drafter):
             self._learn(seen)
         if self._step is not None and self._step.expected:
             self._trust.record(self._step.expected, self._step.accepted)
-        for part in self.parts:
-            part.observe(observations)
+        if self.tree is not None and (read := [seen for seen in observations if self._is_read(seen.sequence)]):
+            self._let_read(self.tree, read)
+        for arm in self.arms:
+            arm.drafter.observe(observations)
         seconds = self.clock() - started
         self._own += seconds
         if self._step is not None:
             self._observing += 0.1 * (seconds - self._observing)
+
+    def _let_read(self, tree: TreeDrafter, read: list[Observation]) -> None:
+        """Let trees learn from some texts' rows, and learn what that takes."""
+        started = self.clock()
+        tree.observe(read)
+        self._reading = smoothed(self._reading, (self.clock() - started) / len(read))
+
+    def _is_read(self, sequence: Sequence) -> bool:
+        """Whether trees learn from a text's rows, which costs as much as growing small ones: where one was grown, or
+        will be in the next step, which starts from these rows. Other texts wait because trees do not pay for them."""
+        grown = self._step is not None and sequence.sequence_id in self._step.grown
+        return grown or self._patience_of(sequence).is_due(self._steps + 1)
 
     def _learn(self, seen: Observation) -> None:
         if self._step is None:

@@ -157,3 +157,8 @@ class Patience:
 def longest_wait(cost: float, step: float, share: float = 0.005, bounds: tuple[int, int] = (4, 64)) -> int:
     """Steps to leave out, so that tries of `cost` seconds take no more than a share of the time of steps of `step`."""
     return int(min(max(cost / max(share * step, 1e-12), bounds[0]), bounds[1]))
+
+
+def smoothed(mean: float, sample: float) -> float:
+    """A running mean of seconds: the first is taken whole, a later one for at most three times the mean."""
+    return mean + (0.1 if mean else 1.0) * (min(sample, 3.0 * (mean or sample)) - mean)

@@ -155,7 +155,9 @@ class ScriptedTrees(TreeDrafter):
         return TokenTree(chain, range(-1, len(ahead))), [self.score ** (n + 1) for n in range(len(ahead))]
 
     def observe(self, observations):
+        assert observations, "nothing to learn from"
         self.observed += len(observations)
+        self.clock.now += self.seconds * len(observations)
 
     def reset(self):
         self.resets += 1
@@ -230,7 +232,7 @@ def run(drafter: AutoDrafter, count: int = 1, **params):
 @pytest.mark.parametrize("real", [CHEAP, DEAR], ids=["cheap", "dear"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_drafter_that_is_always_wrong_falls_to_nothing_and_costs_next_to_nothing(real, count):
-    """Three percent of plain decoding, growing and running what is wrong included; and few calls."""
+    """Three percent of plain decoding, growing, learning and running what is wrong included; and few calls."""
     clock = Clock()
     trees = ScriptedTrees(clock, long_texts(), right=False)
     drafter = Timed(trees, clock=clock, real=real, cost=CostModel(real))
@@ -240,7 +242,7 @@ def test_a_drafter_that_is_always_wrong_falls_to_nothing_and_costs_next_to_nothi
     assert steps == LONG
     alone = LONG * float(CostModel(real).seconds(count, count))
     assert clock.now < 1.03 * alone
-    assert trees.calls < 0.3 * steps
+    assert trees.calls < 0.3 * steps and trees.observed < 0.3 * steps * count
     assert sum(drafter.nodes[-100:]) == 0
 
 
@@ -317,7 +319,7 @@ def test_between_drafters_the_faster_one_is_chosen():
     _, done = run(drafter)
     assert done[0].token_ids == texts[tuple(PROMPTS[0])]
     assert cheap.drafted > 0.7 * LONG > 5 * (dear.drafted + wrong.drafted)
-    assert trees.observed == done[0].stats.target_passes
+    assert 0 < trees.observed <= done[0].stats.target_passes
 
 
 def test_a_drafter_that_fails_costs_the_step_and_is_left():
