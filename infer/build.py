@@ -96,7 +96,7 @@ class HiSpecOptions:
     verify_layer: int | None = option(None, "exit that verifies; if unset the bundle's highest, or a quarter")
     draft_tokens: int = option(2, "drafted at once by the exit; hispec+... take the size of the drafter they name")
     window: int = option(4, "tokens that the exit has verified when the whole model does")
-    wait: float = option(0.5, "share of a batch's windows that must be full before all are verified; 1 waits for each")
+    wait: float = option(0.25, "share of a batch's windows that must be full before all are verified; 1 waits for each")
 
 
 @dataclass(kw_only=True)

@@ -109,7 +109,7 @@ class HierarchicalDrafter(Drafter):
         inner_tokens: int | None = None,
         head: ExitHead | None = None,
         exits: EarlyExits | None = None,
-        wait: float = 0.5,
+        wait: float = 0.25,
     ) -> None:
         self.inner_tokens = inner.default_draft_tokens() if inner_tokens is None else inner_tokens
         for name, value in (("window", window), ("inner_tokens", self.inner_tokens)):
