@@ -6,7 +6,7 @@
     python docs/summaries.py --data TEST_QUESTIONS --output test.jsonl              # to measure on
 
 QUESTIONS are JSONL files in Spec-Bench's format; of each row of category "summarization" the first turn is taken, with
-its `reference` where it has one. Cut to --characters at a space. Articles that begin like one to leave out are left out.
+its `reference` where it has one, cut to --characters at a space. Articles that begin like one to leave out are left out.
 """
 
 from __future__ import annotations
