@@ -5,8 +5,8 @@
     python docs/summaries.py --answers answers.jsonl --output rows.jsonl            # to train on
     python docs/summaries.py --data TEST_QUESTIONS --output test.jsonl              # to measure on
 
-QUESTIONS are JSONL files in Spec-Bench's format; of each row of category "summarization" the first turn is taken, with
-its `reference` where it has one, cut to --characters at a space. Articles that begin like one to leave out are left out.
+QUESTIONS are JSONL files in Spec-Bench's format. Of each row of category "summarization" the first turn is taken, with
+its `reference` where it has one, cut to --characters at a space. Articles that begin like one of --leave-out are not.
 """
 
 from __future__ import annotations
