@@ -436,8 +436,15 @@ def _check_drafters(options: EngineOptions) -> None:
     from .prompt_lookup import PromptLookupDrafter
 
     given = asdict(options.logitspec) | {"datastore": None}  # read once the tokenizer is there
-    LogitSpecDrafter(**{name: value for name, value in given.items() if value is not None})
-    PromptLookupDrafter(**asdict(options.prompt_lookup))
+    makers: dict[str, Callable[[], Drafter]] = {
+        "logitspec": lambda: LogitSpecDrafter(**{name: value for name, value in given.items() if value is not None}),
+        "prompt_lookup": lambda: PromptLookupDrafter(**asdict(options.prompt_lookup)),
+    }
+    for group, make in makers.items():
+        try:
+            make()
+        except ValueError as error:
+            raise ValueError(f"{group}.{error}") from error
 
 
 def build_engine(prepared: Prepared) -> Engine:

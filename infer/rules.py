@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 def load_ensemble(folder: str) -> HeadBundle:
     """Raises ValueError for a folder that is damaged, or that holds no ensemble head and the draft it is for."""
-    bundle = HeadBundle.load(folder)
+    try:
+        bundle = HeadBundle.load(folder)
+    except ValueError as error:
+        raise ValueError(f"target.head: {error}") from error
     draft = bundle.config.get("draft")
     if bundle.kind != KIND:
         raise ValueError(f"target.head {folder!r} holds {bundle.kind!r}; it must hold {KIND!r}")
@@ -65,7 +68,7 @@ def check_rule(target: TargetOptions, methods: Sequence[str]) -> None:
     if target.bonus == "ensemble" and not any(method in RUN_FURTHER for method in methods):
         raise ValueError(f"target.bonus ensemble needs one of {', '.join(RUN_FURTHER)}; method is {named}")
     make_rule(target if target.rule != "learned" else replace(target, rule="exact"), None)
-    StaticEnsemble(0.5, target.max_tv)
+    _named("max_tv", lambda: StaticEnsemble(0.5, target.max_tv))
 
 
 def check_drafts(head: HeadBundle, plan: Plan, layer: int | None) -> None:

@@ -124,6 +124,7 @@ class RolloutSampler:
         """
         self._parts = []
         params = [replace(self.params, max_new_tokens=max_new_tokens, seed=seed, n=samples) for seed in seeds]
+        self.engine.reset()  # what is cached from earlier steps would round otherwise, and a resumed run has none
         done = self.engine.generate(list(prompts), params)
         failed = next((one.error for one in done if one.error is not None), None)
         if failed is not None:

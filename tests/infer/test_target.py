@@ -275,7 +275,7 @@ def test_a_banned_token_is_never_emitted(rule, temperature):
 def test_the_intermediate_stage_stays_exact_and_the_last_is_ruled():
     head = TableLM.exit(Q_TABLE)
     inner = EarlyExitDrafter(1, 2, head=TableLM.exit(random_table(VOCAB, 9)))
-    drafter = HierarchicalDrafter(inner, 1, window=2, head=head)
+    drafter = HierarchicalDrafter(inner, 1, window=2, head=head, wait=1.0)
     drafter.target_rule = StaticEnsemble(0.0)
     engine = Engine(TableLM(P_TABLE), drafters=[drafter], default_method="hispec", strict=True, num_blocks=4000)
     done = engine.generate([[2]] * RUNS, GenerationParams(max_new_tokens=LENGTH + 1, temperature=1.0))
