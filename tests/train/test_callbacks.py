@@ -137,7 +137,7 @@ def test_what_training_reports_is_what_serving_gives(tmp_path: Path, method: str
     model, tokenizer = load_model(base_model(tmp_path))
     heads = HeadExits(ExitHeads.from_bundle(read_heads(tmp_path / "step=30.ckpt"), model))
     drafter = EarlyExitDrafter(1, 2, exits=heads)
-    drafter = drafter if method == "early-exit" else HierarchicalDrafter(drafter, 2, 4, exits=heads)
+    drafter = drafter if method == "early-exit" else HierarchicalDrafter(drafter, 2, 4, exits=heads, wait=1.0)
     engine = Engine(model, tokenizer, [drafter], method)
     served = SequenceStats.total(c.stats for c in engine.generate(data.prompts, GenerationParams(max_new_tokens=12)))
     logged = {name: float(value) for name, value in host.callback_metrics.items() if "engine" in name}
