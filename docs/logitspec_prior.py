@@ -58,7 +58,7 @@ def collect(recording: Recording, weights: list[float], datastore: Datastore | N
         for start in tqdm(range(0, len(recording.texts), PIECE), unit="piece", desc=f"shared {shared}"):
             drafter = LogitSpecDrafter(capacity=BUDGET, shared=shared, datastore=datastore)
             assert isinstance(drafter._trees, AdaptiveTrees)
-            drafter._trees.estimates = collector
+            drafter._trees.estimates, drafter._trees.taught_by = collector, 1
             piece = replace(recording, texts=recording.texts[start : start + PIECE])
             for _ in run(drafter, piece, BUDGET):
                 pass

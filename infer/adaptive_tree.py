@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -25,13 +26,15 @@ from ..modules.sampling import likeliest
 from ..modules.token_tree import TokenTree
 from .datastore import Datastore, Matches, corpus_classes
 from .drafter import Observation
-from .estimates import CORPUS, NGRAM, OFFSETS, ORDERS, PROBABILITIES, Context, Estimates, Source
+from .estimates import CORPUS, NGRAM, OFFSETS, ORDERS, PROBABILITIES, PROBABILITY_BOUNDS, Context, Estimates, Source
 from .recall import Continuations, Entry, Memory, Namespaces, continuation_classes
 from .request import Sequence
 
 GUESS, SUCCESSOR = "last-logit", "successor"
 MAX_ORDER = 3
 """Longest n-gram that has successors."""
+TAUGHT_BY = 4
+"""Of the places that verification decides, every fourth teaches: more brings nothing that could be measured."""
 BEST = 0.98
 """No candidate is taken to be likelier than this: bounds what a place can still bring."""
 
@@ -112,8 +115,10 @@ class AdaptiveTrees:
         self.max_ngram, self.num_likely, self.shares, self.reads_prompt = max_ngram, num_likely, shares, reads_prompt
         self.clock, self.estimates, self.datastore = clock, Estimates(), datastore
         self.namespaces = Namespaces(max_ngram, MAX_ORDER, limit, ttl)
+        self._bounds = torch.tensor(PROBABILITY_BOUNDS, dtype=torch.float64)
         self._states: dict[int, _State] = {}
         self._owners = itertools.count()
+        self.taught_by, self._decided = TAUGHT_BY, 0
 
     # -- what a drafter does -------------------------------------------------------------------------------------
 
@@ -165,6 +170,7 @@ class AdaptiveTrees:
         self._states.clear()
         self.namespaces.clear()
         self.estimates.reset()
+        self._decided = 0
 
     # -- what is known -------------------------------------------------------------------------------------------
 
@@ -206,11 +212,12 @@ class AdaptiveTrees:
         state.num_read = max(state.num_read, len(sequence.token_ids) + len(path))
 
     def _settle(self, state: _State, grown: Grown, emitted: list[int]) -> None:
-        """Teach the estimates every place of the tree that was decided."""
+        """Teach the estimates places of the tree that were decided."""
         node, now = 0, self.clock()
         for token_id in emitted:
-            context = grown.contexts[node] or self.context(state, grown, node, now)
-            self.estimates.learn(context, token_id)
+            self._decided += 1
+            if self._decided % self.taught_by == 0:
+                self.estimates.learn(grown.contexts[node] or self.context(state, grown, node, now), token_id)
             child = grown.children[node].get(token_id)
             if child is None:
                 return
@@ -219,9 +226,7 @@ class AdaptiveTrees:
     def _classes(self, logits: Tensor) -> list[dict[int, int]]:
         """Per row its likeliest tokens with the classes of their probabilities, likeliest first."""
         ids, logprobs = likeliest(logits, self.num_likely)
-        logprobs = logprobs.double().nan_to_num(-100.0).clamp(-100.0, -1e-6)
-        log_odds = logprobs - torch.log(-torch.expm1(logprobs))
-        classes = ((log_odds + 7.25) / 0.75).int().clamp(0, PROBABILITIES - 1)
+        classes = torch.bucketize(logprobs, self._bounds.to(logprobs), right=True)
         return [dict(zip(*row, strict=True)) for row in zip(ids.tolist(), classes.tolist(), strict=True)]
 
     # -- growing -------------------------------------------------------------------------------------------------
@@ -306,7 +311,7 @@ class AdaptiveTrees:
             bound = best[0] if len(best) == room else 0.0
             if grown.depths[node] < max_depth and grown.scores[node] * BEST > bound:
                 context = grown.contexts[node] = self.context(state, grown, node, now)
-                for token_id, score in self._scored(context, grown.scores[node], bound):
+                for token_id, score in self._scored(context, grown.scores[node], bound, room):
                     heapq.heappush(waiting, (-score, next(ticket), node, token_id))
                     if len(best) < room:
                         heapq.heappush(best, score)
@@ -319,15 +324,13 @@ class AdaptiveTrees:
             if len(grown.token_ids) == capacity:
                 return grown
 
-    def _scored(self, context: Context, score: float, bound: float) -> list[tuple[int, float]]:
-        """(token, probability of the path to it) of every candidate above the bound."""
+    def _scored(self, context: Context, score: float, bound: float, most: int) -> list[tuple[int, float]]:
+        """(token, probability of the path to it) of the candidates above the bound, the best so many of them."""
         least = math.log(bound / (score - bound)) if bound > 0.0 else -math.inf
-        found = self.estimates.log_odds(context, least)
-        return [
-            (token_id, min(score / (1.0 + math.exp(-odds)), score * BEST))
-            for token_id, odds in found.items()
-            if odds > least
-        ]
+        found = [one for one in self.estimates.log_odds(context, least).items() if one[1] > least]
+        if len(found) > most:
+            found = heapq.nlargest(most, found, key=itemgetter(1))
+        return [(token_id, min(score / (1.0 + math.exp(-odds)), score * BEST)) for token_id, odds in found]
 
 
 def _record_sources(records: list[tuple[int, Entry]], owner: int) -> list[Source]:

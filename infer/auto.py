@@ -141,7 +141,9 @@ class AutoDrafter(Drafter):
         return None if self.tree is None else self.tree.prompt_vocab
 
     def unread(self, sequence: Sequence, start: int, stop: int) -> SequenceOf[int]:
-        return () if self.tree is None else self.tree.unread(sequence, start, stop)
+        """Nothing while trees do not pay: a prompt's rows cost an unembedding."""
+        useless = self._typical.worth is not None and self._typical.worth <= 0.0
+        return () if self.tree is None or useless else self.tree.unread(sequence, start, stop)
 
     def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
         assert self.tree is not None, "nothing was asked for"

@@ -335,7 +335,7 @@ def _with_ensemble(options: EngineOptions, methods: Sequence[str]) -> tuple[Engi
     """The options with what an ensemble head names besides itself, and the head, where a method reads one."""
     if options.target == TargetOptions() and DIVERSED not in methods:
         return options, None
-    from .rules import check_drafts, check_rule, load_ensemble, with_heads_of
+    from .rules import check_drafts, check_layer, check_rule, load_ensemble, with_heads_of
 
     check_rule(options.target, methods)
     if options.target.head is None:
@@ -343,6 +343,8 @@ def _with_ensemble(options: EngineOptions, methods: Sequence[str]) -> tuple[Engi
     head = load_ensemble(options.target.head)
     for method in methods:
         check_drafts(head, Plan.of(method, options, head), None)
+    if "early-exit" not in methods:
+        check_layer(head, options.early_exit.layer)
     return with_heads_of(options, head), head
 
 

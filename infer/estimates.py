@@ -9,7 +9,7 @@ nothing is learned. They hold no text."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PROBABILITIES = 16
 """Classes of a probability: by its log-odds, in steps of 0.75 from -7.25 on."""
+PROBABILITY_BOUNDS = tuple(-math.log1p(math.exp(7.25 - 0.75 * one)) for one in range(1, PROBABILITIES))
+"""The least log-probability of each class but the first."""
 ORDERS = 7
 """Classes of an n-gram's length; 0 is none."""
 CONTINUATIONS = 24 * ORDERS
@@ -58,10 +60,13 @@ SEEN, FOLLOWED = OFFSETS["seen"], OFFSETS["followed"]
 
 NGRAM, CORPUS = "ngram", "datastore"
 """Labels of what was looked up; the classes of the other sources are probabilities."""
-TIMES = (0, 1, 2, 3, 3, 3, 3, 3, 3)
-"""Class of a token's number of occurrences; 4 for more."""
-LIKELY = tuple(1 + sum(one > bound for bound in (4, 6, 8, 11)) for one in range(PROBABILITIES))
-"""Class of a class of probabilities; 0 for what was looked up."""
+TIMES = (0, 6, 12, 18, 18, 18, 18, 18, 18, 24)
+"""By a token's number of occurrences, the class that it begins."""
+MOST_TIMES = len(TIMES) - 1
+LIKELY = tuple(SEEN + 1 + sum(one > bound for bound in (4, 6, 8, 11)) for one in range(PROBABILITIES))
+"""By a class of probabilities, the first weight of what a token of that class has occurred."""
+LOOKED_UP = (SEEN,) * max(CONTINUATIONS, CORPUS_CLASSES * ORDERS)
+"""The same of what was looked up, whatever its class."""
 
 Source = tuple[str, int, dict[int, int]]
 """(label, where its weights begin, {token: class}), with its likeliest tokens first."""
@@ -89,14 +94,6 @@ class Context:
         """The first source that knows the token."""
         return next(label for label, _, classes in self.sources if token_id in classes)
 
-    def repeats(self, label: str, one: int, token_id: int) -> tuple[int, int]:
-        """Weights of a token that has occurred before, and behind this token. label, one: its first source, and its
-        class there."""
-        times, likely = self.seen.get(token_id, 0), 0 if label in (NGRAM, CORPUS) else LIKELY[one]
-        own, others = self.followed.get(token_id, 0), self.followed_by_any.get(token_id, 0)
-        seen = SEEN + 6 * (TIMES[times] if times < len(TIMES) else 4) + likely
-        return seen, FOLLOWED + 3 * min(own, 2) + min(others, 2)
-
 
 class Estimates:
     """The weights. rate: step of the regression. drift: share of the way back to the prior at each use of a weight."""
@@ -112,52 +109,57 @@ class Estimates:
     def log_odds(self, context: Context, least: float = -math.inf) -> dict[int, float]:
         """Of every candidate; those that no source alone brings near `least` may be left out."""
         weights = self.weights
-        base = sum(weights[index] for index in context.place)
+        base = sum([weights[index] for index in context.place])
         least -= base + SLACK
+        times, own, others = context.seen.get, context.followed.get, context.followed_by_any.get
         found: dict[int, float] = {}
         for label, offset, classes in context.sources:
+            likely = LOOKED_UP if label in (NGRAM, CORPUS) else LIKELY
             for token_id, one in classes.items():
                 weight = weights[offset + one]
                 if token_id in found:
                     found[token_id] += weight
                 elif weight > least:
-                    seen, followed = context.repeats(label, one, token_id)
-                    found[token_id] = base + weight + weights[seen] + weights[followed]
+                    seen = weights[likely[one] + TIMES[min(times(token_id, 0), MOST_TIMES)]]
+                    followed = weights[FOLLOWED + 3 * min(own(token_id, 0), 2) + min(others(token_id, 0), 2)]
+                    found[token_id] = base + weight + seen + followed
                 elif label != NGRAM:  # rising ranks: none of the rest comes nearer by this source alone
                     break
         return found
 
     @staticmethod
-    def weights_of(context: Context) -> dict[int, list[int]]:
-        """{candidate: its weights}, without those of the place."""
+    def weights_of(context: Context, candidates: Container[int] | None = None) -> dict[int, list[int]]:
+        """{candidate: its weights}, without those of the place; of all candidates, or of some."""
+        times, own, others = context.seen.get, context.followed.get, context.followed_by_any.get
         found: dict[int, list[int]] = {}
         for label, offset, classes in context.sources:
-            for candidate, one in classes.items():
-                if candidate not in found:
-                    found[candidate] = [*context.repeats(label, one, candidate)]
-                found[candidate].append(offset + one)
+            likely = LOOKED_UP if label in (NGRAM, CORPUS) else LIKELY
+            for token_id, one in classes.items():
+                if token_id in found:
+                    found[token_id].append(offset + one)
+                elif candidates is None or token_id in candidates:
+                    seen = likely[one] + TIMES[min(times(token_id, 0), MOST_TIMES)]
+                    followed = FOLLOWED + 3 * min(own(token_id, 0), 2) + min(others(token_id, 0), 2)
+                    found[token_id] = [offset + one, seen, followed]
         return found
 
     def learn(self, context: Context, token_id: int) -> None:
-        """One step of gradient ascent: here came this token, and none of the other candidates."""
-        weights, base = self.weights, sum(self.weights[index] for index in context.place)
-        rows = self.weights_of(context)
-        odds = {candidate: base + sum(weights[index] for index in row) for candidate, row in rows.items()}
-        steps = {
-            candidate: self.rate * ((candidate == token_id) - 1.0 / (1.0 + math.exp(-value)))
-            for candidate, value in odds.items()
-        }
-        for index in context.place:
-            self._move(index, sum(steps.values()))
-        for candidate, row in rows.items():
+        """One step of gradient ascent: here came this token, and none of the other candidates. Those that are next to
+        impossible, which are most, teach nothing and are left out, whatever came."""
+        weights, prior, back = self.weights, self.prior, self.drift * self.rate
+        odds = {one: value for one, value in self.log_odds(context, LEAST_LEARNED).items() if value > LEAST_LEARNED}
+        total = 0.0
+        for candidate, row in self.weights_of(context, odds).items():
+            step = self.rate * ((candidate == token_id) - 1.0 / (1.0 + math.exp(-odds[candidate])))
+            total += step
             for index in row:
-                self._move(index, steps[candidate])
-
-    def _move(self, index: int, step: float) -> None:
-        weight = self.weights[index]
-        self.weights[index] = weight + step + self.drift * self.rate * (self.prior[index] - weight)
+                weights[index] += step + back * (prior[index] - weights[index])
+        for index in context.place:
+            weights[index] += total + back * (prior[index] - weights[index])
 
 
+LEAST_LEARNED = -7.0
+"""Log-odds below which a candidate teaches nothing."""
 SLACK = 4.0
 """Log-odds that further sources and repeats are taken to add at most to a candidate: the one approximation in growing a
 tree."""

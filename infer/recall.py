@@ -19,10 +19,11 @@ Entry = tuple[float, int, dict[int, int]]
 class Table:
     """n-gram -> entry. limit: entries kept, None keeps all. ttl: seconds after which an entry is as good as gone."""
 
-    __slots__ = ("entries", "limit", "ttl")
+    __slots__ = ("entries", "is_bounded", "limit", "ttl")
 
     def __init__(self, limit: int | None = None, ttl: float | None = None) -> None:
         self.limit, self.ttl = limit, ttl
+        self.is_bounded = limit is not None or ttl is not None
         self.entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()  # met longest ago first
 
     def __len__(self) -> int:
@@ -53,10 +54,15 @@ class Continuations:
             token_id = token_ids[end]
             tail = tuple(token_ids[max(end - self.max_ngram, 0) : end])
             for first in range(len(tail)):
-                found = self.table.get(tail[first:], now)
-                counts = {} if found is None else found[2]
+                key = tail[first:]
+                found = self.table.get(key, now)
+                if found is None:
+                    self.table.put(key, owner, {token_id: 1}, now)
+                    continue
+                counts = found[2]
                 counts[token_id] = counts.pop(token_id, 0) + 1  # the latest stands last
-                self.table.put(tail[first:], owner, counts, now)
+                if self.table.is_bounded:  # when it was met counts
+                    self.table.put(key, owner, counts, now)
 
     def longest(self, tail: tuple[int, ...], most: int, now: float) -> tuple[int, dict[int, int]]:
         """(length of the longest known suffix of `tail`, {token: count} after it); none is longer than `most`."""

@@ -82,6 +82,15 @@ def check_drafts(head: HeadBundle, plan: Plan, layer: int | None) -> None:
         raise ValueError(f"target.head was trained with the exit after layer {draft['layer']}; draft_layer is {layer}")
 
 
+def check_layer(head: HeadBundle, layer: int | None) -> None:
+    """Refuse an exit for drafts whose exit the head names. layer: as a user asks for it."""
+    draft = head.config["draft"]
+    named = draft.get("layer")
+    if layer not in (None, named):
+        valid = f"{named} or left out" if named is not None else f"left out, it drafts with method {draft['method']}"
+        raise ValueError(f"early_exit.layer must be that of target.head, {valid}; got {layer}")
+
+
 def make_rule(target: TargetOptions, head: HeadBundle | None) -> TargetRule:
     """Raises ValueError naming the setting."""
     bonus = target.bonus == "ensemble"

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -235,17 +238,51 @@ def default_checkpoints(monitor: str | None) -> list[Callback]:
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Saves `last.ckpt` by the clock, between optimiser steps, where a resumed run loses nothing."""
+    """Saves `last.ckpt` by the clock, and when interrupted, between optimiser steps, where a resumed run loses nothing.
+
+    The first Ctrl-C of a run on one process ends the step under way and saves; a second one stops at once, as does the
+    first while validating.
+    """
 
     def __init__(self, minutes: float = MINUTES) -> None:
         interval = timedelta(minutes=minutes)
         super().__init__(save_last=True, save_top_k=0, train_time_interval=interval, enable_version_counter=False)
+        self.seconds = interval.total_seconds()
+        self._saved_at = time.monotonic()
+        self._interrupted = self._listens = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._saved_at = time.monotonic()
+        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if trainer.world_size == 1 and usual and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, lambda *_: self._interrupt(trainer))
+            self._listens = True
+
+    def _interrupt(self, trainer: Trainer) -> None:
+        if self._interrupted or not trainer.training:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise KeyboardInterrupt
+        self._interrupted = True
+        rank_zero_info("\ninterrupted: this step is finished and saved first; Ctrl-C again stops at once")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        """By a clock of its own: Lightning's (2.6.6) does not run where a module steps its optimiser itself."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+            return
+        is_due = time.monotonic() - self._saved_at >= self.seconds or self._interrupted
+        if trainer.strategy.broadcast(is_due) and not self._should_skip_saving_checkpoint(trainer):
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+            self._saved_at = time.monotonic()
+        if self._interrupted:
+            rank_zero_info(f"saved {self.last_model_path}; --ckpt_path last goes on from there")
+            raise KeyboardInterrupt
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._listens:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._listens = False
 
 
 def _outcome(trainer: Trainer) -> Iterator[str]:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
 from speclight.infer import Engine, GenerationParams
+from speclight.infer.adaptive_tree import TAUGHT_BY
 from speclight.infer.drafter import Observation
-from speclight.infer.estimates import NGRAM, NUM_WEIGHTS, OFFSETS, Context, Estimates, read_prior, write_prior
+from speclight.infer.estimates import (
+    LEAST_LEARNED,
+    NGRAM,
+    NUM_WEIGHTS,
+    OFFSETS,
+    PROBABILITIES,
+    PROBABILITY_BOUNDS,
+    Context,
+    Estimates,
+    read_prior,
+    write_prior,
+)
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.prior import PRIOR
 from speclight.infer.recall import Continuations, Namespaces, Successors, Table, continuation_classes
@@ -165,11 +178,13 @@ def test_shared_none_keeps_even_one_namespaces_texts_apart() -> None:
 
 def test_a_reset_drafter_is_a_fresh_one() -> None:
     drafter = LogitSpecDrafter(k=3)
-    taught(drafter)
+    for _ in range(TAUGHT_BY + 1):
+        taught(drafter)
     weights = list(drafter._trees.estimates.weights)
     assert weights != LogitSpecDrafter()._trees.estimates.weights
     drafter.reset()
     assert drafter._trees.estimates.weights == LogitSpecDrafter()._trees.estimates.weights
+    assert drafter._trees._decided == 0, "which places teach would depend on what was said before"
     assert after_teaching(drafter) == after_teaching(LogitSpecDrafter(k=3))
 
 
@@ -301,13 +316,49 @@ def test_a_candidates_log_odds_are_the_sum_of_its_weights() -> None:
 
 
 def test_what_a_text_has_said_already_is_told_apart_by_number_and_source() -> None:
-    times = [Context((), [], seen={7: count}).repeats("successor", 12, 7)[0] for count in (0, 1, 2, 3, 8, 9, 500)]
+    def repeats(label: str = "successor", one: int = 12, **known: dict[int, int]) -> tuple[int, int]:
+        """Weights of what the text has of token 7 already: anywhere, and behind this place's token."""
+        _, seen, followed = Estimates.weights_of(Context((), [(label, 0, {7: one})], **known))[7]
+        return seen, followed
+
+    times = [repeats(seen={7: count})[0] for count in (0, 1, 2, 3, 8, 9, 500)]
     assert len(set(times)) == 5 and times[3] == times[4] and times[5] == times[6]
-    known = Context((), [], seen={7: 1})
-    assert len({known.repeats(*source, 7)[0] for source in ((NGRAM, 12), ("successor", 12), ("successor", 2))}) == 3
-    behind = [
-        Context((), [], followed={7: own}, followed_by_any={7: any_}).repeats("successor", 12, 7)[1]
-        for own in (0, 1, 2, 9)
-        for any_ in (0, 1, 2, 9)
-    ]
+    assert len({repeats(*source, seen={7: 1})[0] for source in ((NGRAM, 12), ("successor", 12), ("successor", 2))}) == 3
+    behind = [repeats(followed={7: own}, followed_by_any={7: any_})[1] for own in (0, 1, 2, 9) for any_ in (0, 1, 2, 9)]
     assert len(set(behind)) == 9
+
+
+def test_what_is_next_to_impossible_teaches_nothing_and_all_else_does() -> None:
+    sources = [("successor", OFFSETS["successor"], {7: 12, 8: 0})]
+    estimates = Estimates(drift=0.0)
+    estimates.weights[OFFSETS["successor"]] = -9.0
+    context = Context((0,), sources)
+    assert estimates.log_odds(context)[8] < LEAST_LEARNED < estimates.log_odds(context)[7]
+    before = list(estimates.weights)
+    estimates.learn(context, 7)
+    changed = {index for index, pair in enumerate(zip(before, estimates.weights, strict=True)) if pair[0] != pair[1]}
+    assert changed == {0, *estimates.weights_of(context)[7]}
+    assert estimates.weights[0] > before[0], "what came has become likelier"
+
+
+def test_every_fourth_decided_place_teaches() -> None:
+    counting = CountingEstimates()
+    drafter = LogitSpecDrafter(capacity=8)
+    drafter._trees.estimates = counting  # type: ignore[attr-defined]
+    engine = Engine(tiny_lm("llama"), drafters=[drafter], default_method="logitspec")
+    (done,) = engine.generate([[1, 2, 3, 1, 2]], GenerationParams(max_new_tokens=40, ignore_eos=True))
+    decided = done.stats.emitted_tokens - 1  # the first came with the prompt, before any tree
+    assert decided // TAUGHT_BY - 2 <= counting.lessons <= decided // TAUGHT_BY
+
+
+class CountingEstimates(Estimates):
+    lessons = 0
+
+    def learn(self, context: Context, token_id: int) -> None:
+        self.lessons += 1
+
+
+def test_classes_of_probabilities_are_steps_of_their_log_odds() -> None:
+    assert len(PROBABILITY_BOUNDS) == PROBABILITIES - 1 and list(PROBABILITY_BOUNDS) == sorted(PROBABILITY_BOUNDS)
+    odds = [math.log(math.exp(bound) / -math.expm1(bound)) for bound in PROBABILITY_BOUNDS]
+    assert odds == pytest.approx([-7.25 + 0.75 * step for step in range(1, PROBABILITIES)])

@@ -352,6 +352,10 @@ def home(tmp_path_factory):
             "trained with the exit after layer 1",
         ),
         (
+            ["--method", "diversed", "--target.head", "HEAD", "--early-exit.layer", "2"],
+            "early_exit.layer must be that of target.head, 1 or left out; got 2",
+        ),
+        (
             ["--method", "early-exit", "--target.head", "HEAD", "--target.rule", "learned", "--early-exit.layer", "2"],
             "trained with the exit after layer 1",
         ),

@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from speclight.modules import sampling
 from speclight.modules.acceptance import Dense, Distribution, OneHot
 from speclight.modules.sampling import LogitsPipeline, SamplingParams, greedy_ids, likeliest, logprobs, make_generator
 from support import hf_tiny
@@ -438,6 +439,14 @@ def test_the_likeliest_are_those_of_a_full_sort_wherever_they_lie(vocab: int) ->
     torch.testing.assert_close(values, expected.values[:, :12])
     assert ids.tolist() == expected.indices[:, :12].tolist()
     assert likeliest(logits.bfloat16(), 1)[1].dtype == torch.float32
+
+
+def test_the_likeliest_of_many_rows_are_those_of_each_and_of_none_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
+    whole = likeliest(logits, 5)
+    monkeypatch.setattr(sampling, "AT_ONCE", 900)  # three rows at once
+    assert all(torch.equal(*pair) for pair in zip(likeliest(logits, 5), whole, strict=True))
+    assert [part.shape for part in likeliest(logits[:0], 5)] == [(0, 5), (0, 5)]
 
 
 def test_logprobs_are_log_softmax_of_the_raw_row_best_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -260,18 +261,26 @@ def test_own_loggers_and_checkpoints_take_the_place_of_the_default_ones(config: 
     assert [one.filename for one in made.checkpoint_callbacks] == ["own"]
 
 
-def test_the_clock_saves_only_between_optimiser_steps(tmp_path: Path) -> None:
-    """A checkpoint in the middle of an accumulation would lose the gradients before it."""
+@pytest.mark.parametrize(("automatic", "accumulated", "expected"), [(True, 3, [2, 5, 7]), (False, 1, list(range(8)))])
+def test_the_clock_saves_only_between_optimiser_steps(
+    automatic: bool, accumulated: int, expected: list[int], tmp_path: Path
+) -> None:
+    """A checkpoint in the middle of an accumulation would lose the gradients before it; DIVERSED steps by itself."""
     saved: list[int] = []
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.automatic_optimization = automatic
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             self.batch_idx = batch_idx
-            return (self.weight * batch).sum()
+            loss = (self.weight * batch).sum()
+            if not automatic:
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
 
         def on_save_checkpoint(self, checkpoint: dict) -> None:
             saved.append(self.batch_idx)
@@ -282,7 +291,7 @@ def test_the_clock_saves_only_between_optimiser_steps(tmp_path: Path) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        accumulate_grad_batches=3,
+        accumulate_grad_batches=accumulated,
         callbacks=[LastCheckpoint(minutes=0.0)],
         default_root_dir=tmp_path,
         logger=False,
@@ -290,7 +299,7 @@ def test_the_clock_saves_only_between_optimiser_steps(tmp_path: Path) -> None:
         enable_model_summary=False,
     )
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8)))
-    assert saved == [2, 5, 7]
+    assert saved == expected
 
 
 # --- resuming -------------------------------------------------------------------------------------------------------
@@ -339,6 +348,53 @@ def test_last_is_the_newest_run_and_validation_measures_its_weights(config: str,
     saved = torch.load(tmp_path / "runs" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
     assert now == pytest.approx(saved["speclight"]["card"]["metrics"]["val/loss"])
     assert main(["test", "--config", config, "--data.test", str(tmp_path / "none.jsonl"), "--ckpt_path", "last"]) == 2
+
+
+class Interrupts(pl.Callback):
+    """Ctrl-C in the middle of a step."""
+
+    def __init__(self, step: int, times: int = 1) -> None:
+        self.step, self.times = step, times
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == self.step:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+
+
+def fitted(flags: list[str], *callbacks: pl.Callback) -> TrainingCLI:
+    made = TrainingCLI("fit", flags)
+    made.trainer.callbacks.extend(callbacks)
+    with contextlib.suppress(SystemExit):  # Lightning's answer to Ctrl-C
+        made.run()
+    return made
+
+
+def test_the_first_ctrl_c_saves_and_the_run_goes_on_bit_for_bit(config: str, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        flags = ["--config", config, "--model.schedule=linear"]
+        whole = fitted([*flags, f"--trainer.default_root_dir={tmp_path}/whole"])
+        stopped = fitted(flags, Interrupts(2))
+        assert stopped.trainer.global_step == 3 < whole.trainer.global_step, "the step under way is finished"
+        (saved,) = (tmp_path / "runs").rglob("last.ckpt")
+        assert torch.load(saved, weights_only=True)["global_step"] == 3
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning leaves it ignored
+        resumed = fitted([*flags, "--ckpt_path", "last"])
+        assert resumed.trainer.global_step == whole.trainer.global_step
+        pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_ctrl_c_stops_at_once(config: str, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert fitted(["--config", config], Interrupts(2, times=2)).trainer.global_step == 2
+        assert not list((tmp_path / "runs").rglob("last.ckpt"))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_differences_are_those_of_what_both_have() -> None:
