@@ -1,6 +1,6 @@
-"""Fit the prior of LogitSpec's adaptive trees: `python docs/logitspec_prior.py --recording DIR --output FILE`.
+"""Fit the prior of LogitSpec's adaptive trees: `python docs/logitspec_prior.py --recording DIR... --output FILE`.
 
-Replays a recording (`speclight record`) in pieces that begin cold, with requests sharing what they remember and
+Replays recordings (`speclight record`) in pieces that begin cold, with requests sharing what they remember and
 without, and fits the weights of `Estimates` by maximum likelihood to what was decided at every place that verification
 reached. Trees are grown by the weights of the round before, so two rounds are needed from nothing.
 
@@ -91,8 +91,9 @@ def fit(rows: list[tuple[list[int], bool]], start: list[float], free: slice) -> 
     return weights.detach().tolist()
 
 
-def as_module(weights: list[float], recording: Recording) -> str:
-    parts = [HEAD.format(texts=len(recording.texts), model=recording.settings["model"])]
+def as_module(weights: list[float], recordings: list[Recording]) -> str:
+    texts, models = sum(len(one.texts) for one in recordings), sorted({one.settings["model"] for one in recordings})
+    parts = [HEAD.format(texts=texts, model=" and ".join(models))]
     for name, values in write_prior(weights).items():
         lines = textwrap.indent("\n".join(textwrap.wrap(values, 108)), " " * 8)
         parts.append(f'    "{name}": """\n{lines}\n    """,\n')
@@ -101,18 +102,19 @@ def as_module(weights: list[float], recording: Recording) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recording", required=True)
+    parser.add_argument("--recording", required=True, nargs="+")
     parser.add_argument("--output", required=True)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--datastore")
     options = parser.parse_args()
-    recording = read_recording(options.recording)
+    recordings = [read_recording(folder) for folder in options.recording]
     weights = list(Estimates().prior)
     datastore = None if options.datastore is None else Datastore.load(options.datastore)
     free = slice(None) if datastore is None else slice(OFFSETS["corpus-order"], OFFSETS["seen"])
     for _ in range(options.rounds):
-        weights = fit(collect(recording, weights, datastore), weights, free)
-    replace_file(Path(options.output), as_module(weights, recording).encode())
+        rows = [row for recording in recordings for row in collect(recording, weights, datastore)]
+        weights = fit(rows, weights, free)
+    replace_file(Path(options.output), as_module(weights, recordings).encode())
 
 
 if __name__ == "__main__":

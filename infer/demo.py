@@ -104,7 +104,7 @@ def _bench(engine: EngineOptions, methods: Mapping[str, int | None], options: De
             **vars(engine),
             data=str(data),
             output=str(folder / "bench"),
-            methods=("prompt-lookup", *(name if size is None else f"{name}:{size}" for name, size in methods.items())),
+            methods=("auto", "prompt-lookup", *(name if size is None else f"{name}:{size}" for name, size in methods.items())),
             peers=("transformers",),
             max_new_tokens=options.max_new_tokens,
             overwrite=True,

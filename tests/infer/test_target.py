@@ -18,9 +18,11 @@ from speclight.infer.hierarchical import HierarchicalDrafter
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.request import GenerationParams
 from speclight.infer.target import Exact, LearnedEnsemble, Lossy, SpecCascade, StaticEnsemble
+from speclight.modules.acceptance import Dense
 from speclight.modules.bundle import fingerprint_checkpoint
 from speclight.modules.ensemble import Lenient, Mixture
 from speclight.modules.ensemble_head import EnsembleHead
+from speclight.modules.token_tree import TokenTree
 from support import TableLM, random_table, tiny_lm
 
 VOCAB, LENGTH, RUNS = 4, 3, 1200
@@ -117,6 +119,17 @@ def test_learned_ensemble_has_the_law_of_its_own_weights(kind, max_tv):
     _, done = texts(LearnedEnsemble(head, max_tv, bonus=True), Q_TABLE, 2, kind)
     check_law(done, row)
     assert sum(one.stats.distance for one in done) / sum(len(one.token_ids) for one in done) <= max_tv
+
+
+def test_every_node_has_the_weight_of_its_own_states():
+    head, gen = random_head(), torch.Generator().manual_seed(0)
+    draft, target = torch.randn(3, 3, generator=gen), torch.randn(4, 3, generator=gen)
+    p, q = P_TABLE[0].softmax(-1), Q_TABLE[0].softmax(-1)
+    tree = TokenTree.chain([2, 0, 1], [Dense(q), Dense(q), Dense(q)], states=draft)
+    bound = LearnedEnsemble(head, bonus=True).bind(tree, target)
+    found = [bound(node, Dense(p), tree.drawn_from(node)).weight for node in range(3)]
+    assert found == pytest.approx(head(draft, target[:3]).tolist()) and len(set(found)) == 3
+    assert bound(3, Dense(p), tree.drawn_from(3)).prob(0) == Dense(p).prob(0), "behind the last draft there is p"
 
 
 def test_acceptance_is_one_minus_weight_times_distance():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,45 @@ def test_raising_lambda_raises_acceptance(home, rollouts):
     none, some, much = (improved(rollouts, home, strength) for strength in (0.0, 1.0, 20.0))
     start = float((1 - 0.5 * rollouts.tv).mean())
     assert none < some < much and much > start + 0.1
+
+
+@pytest.mark.parametrize("direction", [1.0, -1.0])
+def test_the_head_moves_towards_what_is_rewarded(home, rollouts, direction):
+    """Texts whose tokens the target likes better than the draft does have the larger, or the smaller, rewards."""
+    slope = (rollouts.p - rollouts.q) / rollouts.log_prob.exp()  # of log v by w
+    liked = torch.zeros(len(rollouts.rewards)).index_add_(0, rollouts.text, slope)
+    judged = replace(rollouts, rewards=direction * (liked > liked.median()).float())
+    one = module(home, acceptance_weight=0.0, lr=0.05)
+    trainer(default_root_dir=home, max_epochs=3).fit(one, datamodule=StoredOnce(judged))
+    with torch.no_grad():
+        moved = float((one.head(rollouts.draft, rollouts.target) - 0.5) @ slope)
+    assert direction * moved > 0
+
+
+def test_rewards_belong_to_their_texts_and_rows(home):
+    one, rows = module(home, device="cpu"), data(home)
+    one.setup("fit")
+    rows.setup("fit")
+    batch = rows.collate([rows.datasets["train"][index] for index in (3, 1)])
+    seen: list[tuple[str, str]] = []
+
+    def judge(texts, judged_rows):
+        seen.extend((text, row["prompt"]) for text, row in zip(texts, judged_rows, strict=True))
+        return [float(place) for place in range(len(texts))]
+
+    found = one.roll_out(batch, 0, 2, judge)
+    assert found.rewards.tolist() == [0.0, 1.0, 2.0, 3.0] and found.groups.tolist() == [3, 3, 1, 1]
+    assert [prompt for _, prompt in seen] == [TEXTS[3], TEXTS[3], TEXTS[1], TEXTS[1]]
+    texts = [text for text, _ in seen]
+    alone = one.roll_out(rows.collate([rows.datasets["train"][1]]), 0, 2, lambda texts, _: seen.append(texts) or [0, 0])
+    assert seen[-1] == texts[2:] and len(alone.rewards) == 2
+
+
+def test_every_inner_epoch_sees_every_minibatch(home, rollouts):
+    one = module(home, inner_epochs=3, minibatches=2)
+    run = trainer(default_root_dir=home, max_epochs=2)
+    run.fit(one, datamodule=StoredOnce(rollouts))
+    assert run.global_step == 2 * 3 * 2
 
 
 def test_seeds_are_the_prompts_own(home, rollouts):

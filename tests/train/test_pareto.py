@@ -255,6 +255,27 @@ def test_command_measures_every_rule_reports_and_continues(model, head, data, tm
     assert "seed=0, now it is 1" in capsys.readouterr().err
 
 
+def test_prompts_that_are_alike_get_texts_of_their_own(model, tmp_path):
+    (tmp_path / "same.jsonl").write_text(3 * '{"ask": "abc", "reference": "x"}\n')
+    assert (
+        command(
+            model,
+            str(tmp_path / "same.jsonl"),
+            tmp_path / "out",
+            "--rules",
+            "static",
+            "--weights",
+            "0.5",
+            "--samples",
+            "2",
+        )
+        == 0
+    )
+    runs = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_bytes().splitlines()[1:]]
+    texts = [tuple(text["token_ids"]) for run in runs if run["arm"] == "exact" for text in run["texts"]]
+    assert len(texts) == len(set(texts)) == 6
+
+
 def _untimed(line: bytes) -> list:
     run = json.loads(line)
     return [run["unit"], run["arm"], [(text["token_ids"], text["theory"]) for text in run["texts"]]]
