@@ -13,7 +13,7 @@ from fitting import TEXTS, same_weights, saver, trainer, write_rows
 from speclight.infer.cli import main
 from speclight.modules.bundle import HeadBundle
 from speclight.train.checkpoint import read_checkpoint
-from speclight.train.diversed import DiversedModule
+from speclight.train.diversed import VALIDATION, DiversedModule
 from speclight.train.export import EnsembleTrial
 from speclight.train.reinforce import Budget, Reinforce
 from speclight.train.reward_function import RewardFunction
@@ -153,6 +153,26 @@ def test_rewards_belong_to_their_texts_and_rows(home):
     texts = [text for text, _ in seen]
     alone = one.roll_out(rows.collate([rows.datasets["train"][1]]), 0, 2, lambda texts, _: seen.append(texts) or [0, 0])
     assert seen[-1] == texts[2:] and len(alone.rewards) == 2
+
+
+@pytest.mark.parametrize("budget", [Budget("tv", 0.1), Budget("reward", 0.9)])
+def test_a_budget_turns_lambda_by_what_a_step_measured(home, rollouts, budget):
+    one = module(home, acceptance_weight=2.0, budget=budget)
+    trainer(default_root_dir=home, max_epochs=1).fit(one, datamodule=StoredOnce(rollouts))
+    measured = float(rollouts.rewards.mean()), float((0.5 * rollouts.tv).mean())
+    assert one.strength == pytest.approx(budget.turned(2.0, *measured), rel=1e-4) != 2.0
+
+
+def test_validation_reports_the_distance_of_what_was_emitted(home):
+    one, source = module(home), data(home)
+    run = trainer(default_root_dir=home, limit_val_batches=1.0)
+    (figures,) = run.validate(one, datamodule=source, verbose=False)
+    batches = [source.collate([source.datasets["val"][i] for i in pair]) for pair in ((0, 1), (2, 3), (4, 5))]
+    again = [one.roll_out(batch, VALIDATION, 1, source.judge) for batch in batches]
+    emitted = sum(int(part.lengths.sum()) for part in again)
+    distance = sum(float(((1.0 - part.weight) * part.tv).sum()) for part in again)
+    assert figures["val/tv"] == pytest.approx(distance / emitted, rel=1e-4)
+    assert figures["val/reward"] == pytest.approx(float(torch.cat([part.rewards for part in again]).mean()), rel=1e-5)
 
 
 def test_every_inner_epoch_sees_every_minibatch(home, rollouts):
