@@ -101,7 +101,7 @@ def _generate_one(options: GenerateOptions) -> bool:
         completions = [completion for _, done in run_jobs(engine, jobs) for completion in done]
         for completion in completions:
             _print(options, completion)
-    print(f"speclight: {summary(completions)}", file=sys.stderr)
+    print(f"speclight: {summary(completions, ready.is_lossless)}", file=sys.stderr)
     return any(completion.error is not None for completion in completions)
 
 
@@ -181,7 +181,7 @@ def run_missing(
             bar.close()
             print(f"speclight: {bar.n} of {total} prompts are done; the same command continues", file=sys.stderr)
             raise
-    print(f"speclight: {results.path}: {summary(completions)}", file=sys.stderr)
+    print(f"speclight: {results.path}: {summary(completions, ready.is_lossless)}", file=sys.stderr)
     failed = [completion.error for completion in completions if completion.error is not None]
     if failed:
         print(f"speclight: {len(failed)} texts ended in an error, the first: {failed[0]}", file=sys.stderr)

@@ -51,16 +51,20 @@ def _pieces(chunk: StreamChunk, tokenizer: Any, last_id: Sequence[int]) -> Itera
         start = min(end, len(chunk.text))
 
 
-def summary(completions: Iterable[Completion]) -> str:
-    """`96 tokens in 1.8 s (53.3/s), 2.34 per pass of the model, 41 of 210 drafted accepted`"""
+def summary(completions: Iterable[Completion], lossless: bool = True) -> str:
+    """`96 tokens in 1.8 s (53.3/s), 2.34 per pass of the model, 41 of 210 drafted accepted`
+
+    lossless: whether they are meant to have the model's own distribution; if not that is said, however near they are.
+    """
     parts = [completion.stats for completion in completions]
     total = SequenceStats.total(parts)
     seconds = max((part.seconds for part in parts), default=0.0)
     rate = f" ({total.emitted_tokens / seconds:.1f}/s)" if seconds else ""
-    lossy = f"; lossy: {total.mean_distance:.3f} from the model's own distribution a token" if total.distance else ""
+    distance = f"; lossy: {total.mean_distance:.3f} from the model's own distribution a token"
+    said = distance if total.distance or not lossless else ""
     corpus = total.accepted_from[CORPUS]
     brought = f", {corpus} of them from the datastore alone" if total.drafted_from[CORPUS] else ""
     return (
         f"{total.emitted_tokens} tokens in {seconds:.1f} s{rate}, {total.mat:.2f} per pass of the model, "
-        f"{total.accepted} of {total.drafted} drafted accepted{brought}{lossy}"
+        f"{total.accepted} of {total.drafted} drafted accepted{brought}{said}"
     )

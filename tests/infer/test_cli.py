@@ -574,7 +574,9 @@ def test_colours_appear_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_summary_counts_all_texts() -> None:
     stats = SequenceStats(emitted_tokens=6, target_passes=2, drafted=8, accepted=4, seconds=2.0)
     done = Completion("r", 0, [], [], "", "stop", stats)
-    assert summary([done, done]) == ("12 tokens in 2.0 s (6.0/s), 3.00 per pass of the model, 8 of 16 drafted accepted")
+    figures = "12 tokens in 2.0 s (6.0/s), 3.00 per pass of the model, 8 of 16 drafted accepted"
+    assert summary([done, done]) == figures
+    assert summary([done, done], lossless=False) == f"{figures}; lossy: 0.000 from the model's own distribution a token"
 
 
 def test_overwrite_keeps_the_old_results_when_the_run_is_refused(
