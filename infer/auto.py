@@ -180,7 +180,8 @@ class AutoDrafter(Drafter):
         """Trees of the sequences that it has paid for, or that it is time to try again for."""
         if self.tree is None:
             return {}
-        due = [sequence for sequence in sequences if self._patience_of(sequence).is_due(self._steps)]
+        load = len(sequences)
+        due = [sequence for sequence in sequences if self._patience_of(sequence).is_due(self._steps, load)]
         sized = [
             replace(sequence, draft_tokens=min(sequence.draft_tokens, self._patience_of(sequence).limit + 1))
             for sequence in due
@@ -198,7 +199,7 @@ class AutoDrafter(Drafter):
     def _patience_of(self, sequence: Sequence) -> Patience:
         patience = self._patience.get(sequence.sequence_id)
         if patience is None:
-            patience = self._patience[sequence.sequence_id] = self._typical.copy(self._steps)
+            patience = self._patience[sequence.sequence_id] = self._typical.copy()
             self._new.add(sequence.sequence_id)
         return patience
 
@@ -285,10 +286,10 @@ class AutoDrafter(Drafter):
             grown, patience = step.grown[sequence.sequence_id], self._patience_of(sequence)
             saved = gained * sum(grown.scores[: grown.kept]) - running * grown.kept - self._growth * len(grown.scores)
             saved -= self._reading
-            patience.record(self._steps, saved, longest)
+            patience.record(self._steps, saved, longest, len(sequences))
             patience.size(worthy, sequence.draft_tokens)
             total += saved
-        self._typical.record(self._steps, total / len(tried), longest)
+        self._typical.record(self._steps, total / len(tried), longest, len(sequences))
         self._typical.size(max(trees.worthy), max(sequence.draft_tokens for sequence in tried))
 
     def _chain_trees(self, sequences: SequenceOf[Sequence], allowed: list[Sequence], step: _Step) -> list[TokenTree]:
@@ -340,8 +341,10 @@ class AutoDrafter(Drafter):
     def _is_read(self, sequence: Sequence) -> bool:
         """Whether trees learn from a text's rows, which costs as much as growing small ones: where one was grown, or
         will be in the next step, which starts from these rows. Other texts wait because trees do not pay for them."""
-        grown = self._step is not None and sequence.sequence_id in self._step.grown
-        return grown or self._patience_of(sequence).is_due(self._steps + 1)
+        if self._step is None:
+            return self._patience_of(sequence).is_due(self._steps + 1)
+        grown, load = sequence.sequence_id in self._step.grown, self._step.load.sequences
+        return grown or self._patience_of(sequence).is_due(self._steps + 1, load)
 
     def _learn(self, seen: Observation) -> None:
         if self._step is None:

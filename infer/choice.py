@@ -124,34 +124,41 @@ class Patience:
     """When to try again what does not pay.
 
     worth: seconds that a try has saved, a running mean; None before the first. wait: steps left out after a fruitless
-    one; doubled at each. next_try: number of the step. limit: nodes that are worth growing.
+    one; doubled at each. tried: step of the last one, among so many sequences (`load`). limit: nodes that are worth
+    growing.
     """
 
     worth: float | None = None
     wait: int = 0
-    next_try: int = 0
+    tried: int | None = None
+    load: int = 1
     limit: int = 8
 
-    def is_due(self, step: int) -> bool:
-        return step >= self.next_try
+    def is_due(self, step: int, load: int = 1) -> bool:
+        """Among fewer sequences a try costs a smaller part of the step, and each token is a larger part of its worth:
+        the wait shrinks with both."""
+        if self.tried is None or self.worth is None or self.worth > 0.0:
+            return True
+        wait = self.wait if load >= self.load else self.wait * load**2 // self.load**2
+        return step > self.tried + wait
 
-    def record(self, step: int, saved: float, longest_wait: int) -> None:
-        """A try at `step` has saved so many seconds; negative where it cost them."""
-        self.worth = saved if self.worth is None else self.worth + 0.25 * (saved - self.worth)
-        if self.worth > 0.0:
-            self.wait //= 2
-            self.next_try = step + 1
+    def record(self, step: int, saved: float, longest_wait: int, load: int = 1) -> None:
+        """A try at `step` has saved so many seconds; negative where it cost them. At half the load or less all that
+        was known before is forgotten."""
+        if self.worth is None or 2 * load <= self.load:
+            self.worth, self.wait = saved, 0
         else:
-            self.wait = min(max(2 * self.wait, 1), longest_wait)
-            self.next_try = step + 1 + self.wait
+            self.worth += 0.25 * (saved - self.worth)
+        self.tried, self.load = step, load
+        self.wait = self.wait // 2 if self.worth > 0.0 else min(max(2 * self.wait, 1), longest_wait)
 
     def size(self, worthy: int, bound: int) -> None:
         """So many of the nodes that were grown were worth it: the next tree may be half as large again."""
         self.limit = min(max(worthy + worthy // 2 + 2, self.limit - self.limit // 8, 4), bound)
 
-    def copy(self, step: int) -> Patience:
-        """For another text: what others have taught. It is tried once, so as to know whether it is like them."""
-        return replace(self, next_try=step)
+    def copy(self) -> Patience:
+        """For another text: what others have taught. It is tried at once, so as to know whether it is like them."""
+        return replace(self, tried=None)
 
 
 def longest_wait(cost: float, step: float, share: float = 0.005, bounds: tuple[int, int] = (4, 64)) -> int:

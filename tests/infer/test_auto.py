@@ -123,6 +123,20 @@ def test_patience_doubles_its_waits_to_the_longest_and_ends_when_a_try_pays():
     assert patience.is_due(step + 1) and patience.wait == 8
 
 
+def test_patience_shrinks_with_the_load_that_made_it_long():
+    patience = Patience()
+    for step in range(6):
+        patience.record(step, -1.0, longest_wait=64, load=16)
+    assert patience.wait == 32
+    assert not patience.is_due(37, load=16) and patience.is_due(38, load=16)
+    assert not patience.is_due(13, load=8) and patience.is_due(14, load=8)  # a quarter of 32
+    assert patience.is_due(7, load=2), "two texts need not wait for what sixteen could not pay"
+    assert not patience.is_due(37, load=32), "more texts make nothing cheaper"
+    patience.record(7, 0.1, longest_wait=64, load=2)
+    assert patience.worth == 0.1 and patience.is_due(8, load=2), "what was known of sixteen texts is forgotten"
+    assert patience.copy().is_due(0) and patience.copy().wait == patience.wait
+
+
 def test_waits_are_as_long_as_a_try_is_dear():
     assert longest_wait(0.001, 0.040) == 5
     assert longest_wait(1.0, 0.040) == 64 and longest_wait(0.0, 0.040) == 4
