@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -130,6 +131,39 @@ def write_data(folder: Path, texts: int, sums: int, prompts: int, seed: int) -> 
     (folder / "words.txt").write_text("".join(f"{line}\n" for line in vocabulary()), encoding="utf-8")
 
 
+def oracle(model: str, data: Path, limit: int) -> str:
+    """What is accepted, and how many sums are right, where every draft counts but at digits, which are the target's."""
+    from speclight.infer.build import EngineOptions, build_engine, prepare
+    from speclight.infer.request import GenerationParams
+    from speclight.infer.stats import SequenceStats
+    from speclight.infer.target import Ensemble
+    from speclight.train.reward_function import Answer
+    from speclight.train.rewards import NumberMatch
+
+    engine = build_engine(prepare(EngineOptions(model=model, dtype="float32", max_num_seqs=125), ["early-exit"]))
+    digits = [i for i in range(len(engine.tokenizer)) if engine.tokenizer.decode([i]).strip().isdigit()]
+
+    class Oracle(Ensemble):
+        def bind(self, tree, states):
+            def between(node, p, q):
+                if q is None:
+                    return p
+                critical = float(p.dense()[digits].sum() + q.dense()[digits].sum()) > 0.5
+                return self._between(p, q, float(critical))
+
+            return between
+
+    engine.verify_against("early-exit", Oracle(max_tv=1.0, bonus=False))
+    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()[:limit]]
+    asked = GenerationParams(method="early-exit", temperature=1.0, draft_tokens=5, draft_layer=1, max_new_tokens=192)
+    done = engine.generate([row["prompt"] for row in rows], [replace(asked, seed=n) for n in range(len(rows))])
+    total = SequenceStats.total(one.stats for one in done)
+    right = NumberMatch()([Answer(one.text, row) for one, row in zip(done, rows, strict=True)])
+    return (
+        f"accepted {total.acceptance_rate:.1%} at {sum(right) / len(right):.3f} of the sums right, {len(rows)} prompts"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -139,8 +173,14 @@ def main() -> None:
     data.add_argument("--sums", type=int, default=100000, help="training rows with a sum only")
     data.add_argument("--prompts", type=int, default=1000, help="prompts of either file")
     data.add_argument("--seed", type=int, default=0)
+    data.set_defaults(run=lambda o: write_data(Path(o.output), o.texts, o.sums, o.prompts, o.seed))
+    limit = commands.add_parser("oracle", help="what is accepted by trusting every draft but at digits")
+    limit.add_argument("--model", required=True, help="the target, as exported")
+    limit.add_argument("--data", required=True, help="test_prompts.jsonl")
+    limit.add_argument("--limit", type=int, default=250, help="prompts")
+    limit.set_defaults(run=lambda o: print(oracle(o.model, Path(o.data), o.limit)))
     options = parser.parse_args()
-    write_data(Path(options.output), options.texts, options.sums, options.prompts, options.seed)
+    options.run(options)
 
 
 if __name__ == "__main__":

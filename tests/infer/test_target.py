@@ -107,16 +107,18 @@ def random_head():
     return head.requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", ["early-exit", "draft-model"])
-@pytest.mark.parametrize("max_tv", [1.0, 0.1])
-def test_learned_ensemble_has_the_law_of_its_own_weights(kind, max_tv):
+@pytest.mark.parametrize(
+    ("kind", "max_tv", "table"),
+    [("early-exit", 1.0, Q_TABLE), ("early-exit", 0.1, Q_TABLE), ("draft-model", 1.0, TRIMMED)],
+)
+def test_learned_ensemble_has_the_law_of_its_own_weights(kind, max_tv, table):
     head = random_head()
 
     def row(tokens):
         state = torch.tensor([[tokens[-1], len(tokens) - 1, tokens[-2] if len(tokens) > 1 else 0.0]])
-        return Mixture(*rows_after(tokens), float(head(state, state)), max_tv).dense()
+        return Mixture(*rows_after(tokens, table), float(head(state, state)), max_tv).dense()
 
-    _, done = texts(LearnedEnsemble(head, max_tv, bonus=True), Q_TABLE, 2, kind)
+    _, done = texts(LearnedEnsemble(head, max_tv, bonus=True), table, 2, kind)
     check_law(done, row)
     assert sum(one.stats.distance for one in done) / sum(len(one.token_ids) for one in done) <= max_tv
 

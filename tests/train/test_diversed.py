@@ -15,7 +15,7 @@ from speclight.modules.bundle import HeadBundle
 from speclight.train.checkpoint import read_checkpoint
 from speclight.train.diversed import VALIDATION, DiversedModule
 from speclight.train.export import EnsembleTrial
-from speclight.train.reinforce import Budget, Reinforce
+from speclight.train.reinforce import Budget, Reinforce, log_mixture
 from speclight.train.reward_function import RewardFunction
 from speclight.train.rollout import Rollouts
 from speclight.train.task_data import RolloutBatch, RolloutDataModule, TaskDataModule
@@ -117,8 +117,21 @@ def test_a_rollout_records_the_law_that_it_was_drawn_from(home, rollouts):
     assert rollouts.without_states().draft.untyped_storage().nbytes() == 0
 
 
+def test_the_ratio_is_one_before_the_first_update(home, rollouts):
+    """What the head says of the recorded states is what the engine drew from."""
+    one = module(home, device="cpu", lr=0.0, inner_epochs=1, minibatches=1, acceptance_weight=0.0)
+    with torch.no_grad():
+        one.setup("fit")
+        now = log_mixture(one.head(rollouts.draft, rollouts.target), rollouts.p, rollouts.q)
+        torch.testing.assert_close(now, rollouts.log_prob, rtol=0, atol=2e-6)
+        log_p, advantages = rollouts.p.log(), torch.randn(len(rollouts))
+        loss, parts = one._loss(rollouts, torch.arange(len(rollouts)), rollouts.log_prob, log_p, advantages)
+    assert parts["clip_fraction"] == 0.0
+    assert float(loss) == pytest.approx(-float(advantages.sum()), abs=1e-3)
+
+
 def test_raising_lambda_raises_acceptance(home, rollouts):
-    none, some, much = (improved(rollouts, home, strength) for strength in (0.0, 1.0, 20.0))
+    none, some, much = (improved(rollouts, home, strength) for strength in (0.0, 0.3, 20.0))
     start = float((1 - 0.5 * rollouts.tv).mean())
     assert none < some < much and much > start + 0.1
 

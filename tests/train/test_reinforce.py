@@ -91,13 +91,6 @@ def test_equal_rewards_teach_nothing_and_break_nothing(reward):
         assert one.advantages(none, no_text, no_text, none, none).shape == (0,)
 
 
-def test_the_ratio_is_one_before_the_first_update():
-    weight, p, q = torch.rand(6), torch.rand(6), torch.rand(6)
-    log_prob, advantages = log_mixture(weight, p, q), torch.randn(6)
-    surrogate, clips = clipped(log_mixture(weight, p, q), log_prob, advantages, 0.2)
-    assert torch.equal(surrogate, -advantages) and not clips.any()
-
-
 def test_the_clip_bounds_only_what_goes_too_far():
     log_prob = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5]))
     surrogate, clips = clipped(log_prob, torch.zeros(4), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.2)
