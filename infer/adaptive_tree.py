@@ -129,6 +129,8 @@ class AdaptiveTrees:
             return TokenTree.root(sequence.token_ids[-1])
         now = self.clock()
         self._take_in(state, sequence, now)
+        if not sequence.num_tentative and state.num_read != len(sequence.token_ids) - 1:  # rows that nobody showed it
+            state.guesses, state.earlier = {}, {}
         state.guesses.pop(sequence.token_ids[-1], None)
         state.grown = self.grow(state, sequence.token_ids, sequence.draft_tokens, sequence.max_depth, now)
         return state.grown.tree()
@@ -196,14 +198,14 @@ class AdaptiveTrees:
 
     def _learn(self, seen: Observation, likely: list[dict[int, int]]) -> None:
         state, sequence = self._state(seen.sequence), seen.sequence
+        if state.grown is not None and not sequence.num_tentative:  # by what was known when it was grown
+            self._settle(state, state.grown, seen.verdict.emitted(seen.tree))
+            state.grown = None  # the next step may be drafted by another
         before = state.guesses if len(sequence.token_ids) == state.num_read + 1 else {}  # auto may have left rows out
         state.earlier = likely[-2] if len(likely) > 1 else before
         state.guesses = dict(likely[-1])
         if sequence.num_tentative:  # what an intermediate layer says of its own drafts
             return
-        if state.grown is not None:
-            self._settle(state, state.grown, seen.verdict.emitted(seen.tree))
-            state.grown = None  # the next step may be drafted by another
         now, memory = self.clock(), self._memory(state)
         path = [seen.tree.token_ids[node] for node in seen.verdict.path[1:]]
         text = [*sequence.token_ids[-MAX_ORDER:], *path]

@@ -98,7 +98,8 @@ class ChainArm:
     def observe(self, seen: Observation) -> None:
         """Learn from a proposal of its own."""
         accepted = seen.verdict.num_accepted
-        self.acceptance.record(accepted, min(accepted + 1, seen.tree.num_drafted))
+        ended = seen.verdict.next_token is None  # and what was drafted behind the end is undecided
+        self.acceptance.record(accepted, accepted if ended else min(accepted + 1, seen.tree.num_drafted))
 
     def failed(self) -> None:
         """It raised: as if its first token had been wrong."""
@@ -198,9 +199,9 @@ class HiSpecArm(ChainArm):
         for depth, count in reached.items():
             for _ in range(count - accepted[depth]):
                 self.inner.record(depth - 1, depth)
-        deepest = max(accepted, default=0)
-        if deepest and reached[deepest] == accepted[deepest]:
-            self.inner.record(deepest, deepest)
+        for depth, count in accepted.items():  # rounds that ended there with everything accepted
+            for _ in range(count - reached[depth + 1]):
+                self.inner.record(depth, depth)
 
     def _bounded(self, sequence: Sequence, plan: ChainPlan) -> Sequence:
         """What a request has fixed stays."""

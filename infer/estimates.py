@@ -107,7 +107,8 @@ class Estimates:
         self.weights[:] = self.prior
 
     def log_odds(self, context: Context, least: float = -math.inf) -> dict[int, float]:
-        """Of every candidate; those that no source alone brings near `least` may be left out."""
+        """Of every candidate; those that no source alone brings near `least` may be left out, and so may what sources
+        say of a candidate that they do not bring near it themselves."""
         weights = self.weights
         base = sum([weights[index] for index in context.place])
         least -= base + SLACK

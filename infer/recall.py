@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 MAX_NAMESPACES = 64
 """Namespaces remembered at once; the one that was used longest ago goes first."""
 
+MOST_COUNTED = 64
+"""Continuations of an n-gram that are counted where memory is bounded; the one that was met longest ago goes first."""
+
 Entry = tuple[float, int, dict[int, int]]
 """(time, owner, values): when it was met, in which text, and what is known."""
 
@@ -62,6 +65,8 @@ class Continuations:
                 counts = found[2]
                 counts[token_id] = counts.pop(token_id, 0) + 1  # the latest stands last
                 if self.table.is_bounded:  # when it was met counts
+                    if len(counts) > MOST_COUNTED:
+                        del counts[next(iter(counts))]
                     self.table.put(key, owner, counts, now)
 
     def longest(self, tail: tuple[int, ...], most: int, now: float) -> tuple[int, dict[int, int]]:

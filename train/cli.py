@@ -252,7 +252,7 @@ class LastCheckpoint(ModelCheckpoint):
         self._interrupted = self._listens = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._saved_at = time.monotonic()
+        self._saved_at, self._interrupted = time.monotonic(), False
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if trainer.world_size == 1 and usual and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, lambda *_: self._interrupt(trainer))
@@ -272,12 +272,31 @@ class LastCheckpoint(ModelCheckpoint):
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
         is_due = time.monotonic() - self._saved_at >= self.seconds or self._interrupted
-        if trainer.strategy.broadcast(is_due) and not self._should_skip_saving_checkpoint(trainer):
+        if trainer.strategy.broadcast(is_due):
+            self._save(trainer)
+        if self._interrupted and not trainer.is_last_batch:  # a run that goes on behind an epoch's last batch ends it
+            self._stop()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._interrupted:  # validated by now
+            self._save(trainer)
+            self._stop()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lightning's own saves nothing here once the clock has; and what was saved behind the last batch lacks its
+        validation."""
+        self._last_global_step_saved = 0  # where no step was taken there is still nothing to save
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if not self._should_skip_saving_checkpoint(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
             self._saved_at = time.monotonic()
-        if self._interrupted:
+
+    def _stop(self) -> None:
+        if self.last_model_path:
             rank_zero_info(f"saved {self.last_model_path}; --ckpt_path last goes on from there")
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._listens:

@@ -138,7 +138,7 @@ class DiversedModule(LightningModule):
         self._sampler: tuple[RolloutSampler, ...] = ()
         self._measured: list[Rollouts] = []
         self._left_out: set[tuple[str, int]] = set()  # prompts that did not fit: what they were for, and their places
-        self._texts = 0.0  # of this epoch's training, on all ranks
+        self._texts = math.inf  # of this epoch's training, on all ranks; one that was resumed midway is not judged
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -225,6 +225,7 @@ class DiversedModule(LightningModule):
         else:
             rollouts = batch.rollouts
         rolled = time.perf_counter()
+        self.head.to(self.device)  # drawing answers has it where the engine is
         rollouts = _nothing(self.head) if rollouts is None else rollouts.to(self.device)
         found = self.improve(rollouts, batch_idx)
         self._log_step(rollouts, found, rolled - started, time.perf_counter() - rolled)

@@ -59,11 +59,6 @@ class Rollouts:
         """log v(x) as it was drawn."""
         return log_mixture(self.weight, self.p, self.q)
 
-    @property
-    def distance(self) -> float:
-        """Mean TV(v, p) = (1 - w) TV(p, q) of the recorded tokens."""
-        return float(((1.0 - self.weight) * self.tv).mean()) if len(self) else 0.0
-
     def to(self, device: torch.device) -> Rollouts:
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
         return replace(self, **moved)
@@ -113,7 +108,6 @@ class RolloutSampler:
         self.rule = LearnedEnsemble(head, bonus=True)
         engine.verify_against(method, self.rule)
         self._parts: list[dict[str, Any]] = []
-        engine.watchers.append(self._watch)
 
     def sample(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], samples: int, max_new_tokens: int
@@ -125,7 +119,12 @@ class RolloutSampler:
         self._parts = []
         params = [replace(self.params, max_new_tokens=max_new_tokens, seed=seed, n=samples) for seed in seeds]
         self.engine.reset()  # what is cached from earlier steps would round otherwise, and a resumed run has none
-        done = self.engine.generate(list(prompts), params)
+        self.rule.to(self.engine.model.device)
+        self.engine.watchers.append(self._watch)
+        try:
+            done = self.engine.generate(list(prompts), params)
+        finally:
+            self.engine.watchers.remove(self._watch)
         failed = next((one.error for one in done if one.error is not None), None)
         if failed is not None:
             raise RuntimeError(f"a rollout failed: {failed}")

@@ -24,7 +24,7 @@ from speclight.infer.estimates import (
 )
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.prior import PRIOR
-from speclight.infer.recall import Continuations, Namespaces, Successors, Table, continuation_classes
+from speclight.infer.recall import MOST_COUNTED, Continuations, Namespaces, Successors, Table, continuation_classes
 from speclight.infer.request import Sequence
 from speclight.modules.acceptance import Verdict
 from speclight.modules.token_tree import TokenTree
@@ -362,3 +362,36 @@ def test_classes_of_probabilities_are_steps_of_their_log_odds() -> None:
     assert len(PROBABILITY_BOUNDS) == PROBABILITIES - 1 and list(PROBABILITY_BOUNDS) == sorted(PROBABILITY_BOUNDS)
     odds = [math.log(math.exp(bound) / -math.expm1(bound)) for bound in PROBABILITY_BOUNDS]
     assert odds == pytest.approx([-7.25 + 0.75 * step for step in range(1, PROBABILITIES)])
+
+
+def test_places_are_learned_from_by_what_was_known_when_they_were_drafted() -> None:
+    """What a leaf's own row says would give away the token that is to be predicted."""
+    drafter = LogitSpecDrafter(k=3, capacity=2)
+    trees, lessons = drafter._trees, []
+    trees.taught_by = 1
+    trees.estimates.learn = lambda context, token_id: lessons.append((context, token_id))
+    sequence = sequence_of([30, 31, 32], draft_tokens=2)
+    observe(drafter, sequence, [33, 34, 35])
+    tree = propose(drafter, sequence)
+    assert len(tree) == 2, "a root and a leaf that nothing was looked up for"
+    rows = torch.stack([logits_of([tree.token_ids[1], 60, 61]), logits_of([70, 71, 72])])
+    drafter.observe([Observation(sequence, tree, Verdict([0, 1], 70, corrected=False), rows)])
+    leaf = next(context for context, token_id in lessons if token_id == 70)
+    guessed = {token_id for label, _, classes in leaf.sources if label == "last-logit" for token_id in classes}
+    assert guessed and not guessed & {70, 71, 72}
+
+
+def test_rows_that_were_left_out_leave_no_guesses() -> None:
+    drafter = LogitSpecDrafter(k=3)
+    sequence = sequence_of([30, 31])
+    observe(drafter, sequence, [32, 40, 41])
+    assert first_tokens(propose(drafter, sequence)) & {40, 41}
+    sequence.token_ids.append(33)  # a pass whose rows the trees were not shown
+    assert not first_tokens(propose(drafter, sequence)) & {40, 41}
+
+
+def test_shared_continuations_are_bounded_for_each_n_gram() -> None:
+    texts = Continuations(1, limit=100)
+    for token_id in range(200):
+        texts.extend([7, token_id + 10], 0, owner=token_id, now=0.0)
+    assert list(texts.after(7, 0.0)) == list(range(210 - MOST_COUNTED, 210))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import cache
 from itertools import product
 
@@ -12,7 +13,7 @@ from checkpoint import save_tiny
 from heads import random_exits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speclight.infer.arms import ChainArm
+from speclight.infer.arms import ChainArm, HiSpecArm, arm_of
 from speclight.infer.auto import AutoDrafter
 from speclight.infer.bench import parse_methods
 from speclight.infer.build import (
@@ -28,13 +29,13 @@ from speclight.infer.choice import Acceptance, Patience, Trust, best_allocation,
 from speclight.infer.cli import main
 from speclight.infer.cost_model import Calibration, CostModel
 from speclight.infer.draft_model import DraftModelDrafter
-from speclight.infer.drafter import Drafter, SomeFailed, TreeDrafter
+from speclight.infer.drafter import Drafter, Observation, SomeFailed, TreeDrafter
 from speclight.infer.early_exit import EarlyExitDrafter
 from speclight.infer.engine import Engine
 from speclight.infer.hierarchical import HierarchicalDrafter
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.request import GenerationParams
-from speclight.modules.acceptance import OneHot
+from speclight.modules.acceptance import OneHot, Verdict
 from speclight.modules.token_tree import TokenTree
 from support import tiny_lm
 
@@ -411,7 +412,8 @@ def test_a_seeded_text_is_that_of_plain_decoding(batch):
     engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
     done = engine.generate([list(one) for one in prompts], params)
     assert {tuple(one.prompt_ids): one.token_ids for one in done} == plain(prompts, params)
-    assert all(origin.source != "draft-model" for one in done for origin in one.origins)
+    chains = ("draft-model", "early-exit", "hispec")
+    assert all(origin.source not in chains for one in done for origin in one.origins)
 
 
 def test_seeded_neighbours_do_not_keep_others_from_chains():
@@ -549,3 +551,22 @@ def test_what_it_cannot_use_is_refused_before_weights_are_read(model, given, mes
 
 def test_bench_knows_it_with_a_bound_and_without():
     assert [(v.method, v.draft_tokens) for v in parse_methods(["auto,auto:8"])][1:] == [("auto", None), ("auto", 8)]
+
+
+def test_an_inner_stage_learns_from_every_round() -> None:
+    arm = HiSpecArm(HierarchicalDrafter(EarlyExitDrafter(1, 2), 2, 4))
+    recorded: list[tuple[int, int]] = []
+    arm.inner.record = lambda accepted, decided: recorded.append((accepted, decided))  # type: ignore[method-assign]
+    # three rounds of two tokens: all accepted, all accepted, the second turned down; and one whose first was
+    arm._learn_inner(Counter({1: 4, 2: 3}), Counter({1: 3, 2: 2}))
+    assert sorted(recorded) == [(0, 1), (1, 2), (2, 2), (2, 2)]
+
+
+def test_what_was_drafted_behind_the_end_of_a_text_is_undecided() -> None:
+    arm = arm_of(EarlyExitDrafter(1, 3))
+    tree = TokenTree.chain([5, 6, 7, 8])
+    recorded: list[tuple[int, int]] = []
+    arm.acceptance.record = lambda accepted, decided: recorded.append((accepted, decided))  # type: ignore[method-assign]
+    for verdict in (Verdict([0, 1], None, False), Verdict([0, 1], 9, True), Verdict([0, 1, 2, 3], 9, False)):
+        arm.observe(Observation(None, tree, verdict, None, None))  # type: ignore[arg-type]
+    assert recorded == [(1, 1), (1, 2), (3, 3)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import signal
 from pathlib import Path
 
@@ -261,45 +262,67 @@ def test_own_loggers_and_checkpoints_take_the_place_of_the_default_ones(config: 
     assert [one.filename for one in made.checkpoint_callbacks] == ["own"]
 
 
-@pytest.mark.parametrize(("automatic", "accumulated", "expected"), [(True, 3, [2, 5, 7]), (False, 1, list(range(8)))])
-def test_the_clock_saves_only_between_optimiser_steps(
-    automatic: bool, accumulated: int, expected: list[int], tmp_path: Path
-) -> None:
-    """A checkpoint in the middle of an accumulation would lose the gradients before it; DIVERSED steps by itself."""
-    saved: list[int] = []
+class Weight(pl.LightningModule):
+    """One number. batches: those in which it was saved."""
 
-    class Model(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-            self.automatic_optimization = automatic
+    def __init__(self, automatic: bool = True) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.automatic_optimization = automatic
+        self.batches: list[int] = []
 
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            self.batch_idx = batch_idx
-            loss = (self.weight * batch).sum()
-            if not automatic:
-                self.manual_backward(loss)
-                self.optimizers().step()
-            return loss
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.batch_idx = batch_idx
+        loss = (self.weight * batch).sum()
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
 
-        def on_save_checkpoint(self, checkpoint: dict) -> None:
-            saved.append(self.batch_idx)
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        self.batches.append(self.batch_idx)
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.1)
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
 
+
+def fit_weight(model: Weight, root: Path, *callbacks: pl.Callback, accumulated: int = 1) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
         accumulate_grad_batches=accumulated,
-        callbacks=[LastCheckpoint(minutes=0.0)],
-        default_root_dir=tmp_path,
+        callbacks=list(callbacks),
+        default_root_dir=root,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8)))
-    assert saved == expected
+    trainer.fit(model, torch.utils.data.DataLoader(torch.ones(8)))
+
+
+@pytest.mark.parametrize(
+    ("automatic", "accumulated", "expected"), [(True, 3, [2, 5, 7, 7]), (False, 1, [*range(8), 7])]
+)
+def test_the_clock_saves_only_between_optimiser_steps_and_the_end_is_saved(
+    automatic: bool, accumulated: int, expected: list[int], tmp_path: Path
+) -> None:
+    """A checkpoint in the middle of an accumulation would lose the gradients before it; DIVERSED steps by itself."""
+    model = Weight(automatic)
+    fit_weight(model, tmp_path, LastCheckpoint(minutes=0.0), accumulated=accumulated)
+    assert model.batches == expected
+
+
+def test_the_last_checkpoint_is_of_the_last_step_though_the_clock_has_saved_before(tmp_path: Path) -> None:
+    last = LastCheckpoint(minutes=0.0)
+
+    class Once(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+            last.seconds = 0.0 if batch_idx == 0 else math.inf
+
+    model = Weight()
+    fit_weight(model, tmp_path, Once(), last)
+    assert model.batches == [0, 7]
+    assert torch.load(last.last_model_path, weights_only=True)["global_step"] == 8
 
 
 # --- resuming -------------------------------------------------------------------------------------------------------
@@ -382,6 +405,24 @@ def test_the_first_ctrl_c_saves_and_the_run_goes_on_bit_for_bit(config: str, tmp
         signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning leaves it ignored
         resumed = fitted([*flags, "--ckpt_path", "last"])
         assert resumed.trainer.global_step == whole.trainer.global_step
+        pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_the_last_step_of_an_epoch_ends_the_epoch(config: str, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        flags = ["--config", config, "--trainer.max_epochs=2"]
+        whole = fitted([*flags, f"--trainer.default_root_dir={tmp_path}/whole"])
+        steps = whole.trainer.global_step // 2
+        stopped = fitted(flags, Interrupts(steps - 1))
+        assert stopped.trainer.global_step == steps and "val/loss" in stopped.trainer.callback_metrics
+        assert list((tmp_path / "runs").rglob("best.ckpt"))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        resumed = fitted([*flags, "--ckpt_path", "last"])
+        assert resumed.trainer.global_step == 2 * steps
         pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
     finally:
