@@ -108,7 +108,7 @@ def _bench(engine: EngineOptions, methods: Mapping[str, int | None], options: De
             **vars(engine),
             data=str(data),
             output=str(folder / "bench"),
-            methods=("auto", "prompt-lookup", *sized),
+            methods=("prompt-lookup", *sized),
             peers=("transformers",),
             max_new_tokens=options.max_new_tokens,
             overwrite=True,
