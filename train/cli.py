@@ -278,13 +278,16 @@ class LastCheckpoint(ModelCheckpoint):
             self._stop()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._interrupted:  # validated by now
-            self._save(trainer)
+        if self._interrupted:
+            self._save_anew(trainer)
             self._stop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lightning's own saves nothing here once the clock has; and what was saved behind the last batch lacks its
-        validation."""
+        """Lightning's own saves nothing here once the clock has."""
+        self._save_anew(trainer)
+
+    def _save_anew(self, trainer: Trainer) -> None:
+        """What was saved behind an epoch's last batch lacks its validation, and what is best by that."""
         self._last_global_step_saved = 0  # where no step was taken there is still nothing to save
         self._save(trainer)
 

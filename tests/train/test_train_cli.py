@@ -7,6 +7,7 @@ import io
 import json
 import math
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ import pytest
 import torch
 import yaml
 from checkpoint import save_tiny, tiny_tokenizer
-from fitting import TEXTS, prompts_file, write_rows
+from fitting import TEXTS, prompts_file, same_weights, write_rows
 from speclight.infer.cli import main
 from speclight.train import cli
 from speclight.train.cli import LastCheckpoint, TrainingCLI, differences, packaged_configs
@@ -393,49 +394,54 @@ def fitted(flags: list[str], *callbacks: pl.Callback) -> TrainingCLI:
     return made
 
 
-def test_the_first_ctrl_c_saves_and_the_run_goes_on_bit_for_bit(config: str, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        flags = ["--config", config, "--model.schedule=linear"]
-        whole = fitted([*flags, f"--trainer.default_root_dir={tmp_path}/whole"])
-        stopped = fitted(flags, Interrupts(2))
-        assert stopped.trainer.global_step == 3 < whole.trainer.global_step, "the step under way is finished"
-        (saved,) = (tmp_path / "runs").rglob("last.ckpt")
-        assert torch.load(saved, weights_only=True)["global_step"] == 3
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning leaves it ignored
-        resumed = fitted([*flags, "--ckpt_path", "last"])
-        assert resumed.trainer.global_step == whole.trainer.global_step
-        pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-    finally:
-        signal.signal(signal.SIGINT, before)
+@pytest.fixture
+def usual_ctrl_c() -> Iterator[Callable[[], None]]:
+    """Python's own answer to Ctrl-C, now and whenever it is called: Lightning leaves the signal ignored."""
 
-
-def test_ctrl_c_in_the_last_step_of_an_epoch_ends_the_epoch(config: str, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        flags = ["--config", config, "--trainer.max_epochs=2"]
-        whole = fitted([*flags, f"--trainer.default_root_dir={tmp_path}/whole"])
-        steps = whole.trainer.global_step // 2
-        stopped = fitted(flags, Interrupts(steps - 1))
-        assert stopped.trainer.global_step == steps and "val/loss" in stopped.trainer.callback_metrics
-        assert list((tmp_path / "runs").rglob("best.ckpt"))
+    def set_usual() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        resumed = fitted([*flags, "--ckpt_path", "last"])
-        assert resumed.trainer.global_step == 2 * steps
-        pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-    finally:
-        signal.signal(signal.SIGINT, before)
+
+    before = signal.getsignal(signal.SIGINT)
+    set_usual()
+    yield set_usual
+    signal.signal(signal.SIGINT, before)
 
 
+def test_the_first_ctrl_c_saves_and_the_run_goes_on_bit_for_bit(
+    config: str, tmp_path: Path, usual_ctrl_c: Callable[[], None]
+) -> None:
+    flags = ["--config", config, "--model.schedule=linear"]
+    whole = fitted([*flags, f"--trainer.default_root_dir={tmp_path}/whole"])
+    stopped = fitted(flags, Interrupts(2))
+    assert stopped.trainer.global_step == 3 < whole.trainer.global_step, "the step under way is finished"
+    (saved,) = (tmp_path / "runs").rglob("last.ckpt")
+    assert torch.load(saved, weights_only=True)["global_step"] == 3
+    usual_ctrl_c()
+    resumed = fitted([*flags, "--ckpt_path", "last"])
+    assert resumed.trainer.global_step == whole.trainer.global_step
+    assert same_weights(resumed.model, whole.model)
+
+
+def test_ctrl_c_in_the_last_step_of_an_epoch_ends_the_epoch(
+    config: str, tmp_path: Path, usual_ctrl_c: Callable[[], None]
+) -> None:
+    flags = ["--config", config, "--trainer.max_epochs=2"]
+    whole = fitted([*flags, f"--trainer.default_root_dir={tmp_path}/whole"])
+    steps = whole.trainer.global_step // 2
+    stopped = fitted(flags, Interrupts(steps - 1))
+    assert stopped.trainer.global_step == steps and list((tmp_path / "runs").rglob("best.ckpt"))
+    (saved,) = (tmp_path / "runs").rglob("last.ckpt")
+    assert "val/loss" in torch.load(saved, weights_only=True)["speclight"]["card"]["metrics"], "saved when validated"
+    usual_ctrl_c()
+    resumed = fitted([*flags, "--ckpt_path", "last"])
+    assert resumed.trainer.global_step == 2 * steps
+    assert same_weights(resumed.model, whole.model)
+
+
+@pytest.mark.usefixtures("usual_ctrl_c")
 def test_a_second_ctrl_c_stops_at_once(config: str, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert fitted(["--config", config], Interrupts(2, times=2)).trainer.global_step == 2
-        assert not list((tmp_path / "runs").rglob("last.ckpt"))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert fitted(["--config", config], Interrupts(2, times=2)).trainer.global_step == 2
+    assert not list((tmp_path / "runs").rglob("last.ckpt"))
 
 
 def test_differences_are_those_of_what_both_have() -> None:
