@@ -21,6 +21,7 @@ from .cost_model import CostModel
 from .draft_model import DraftModelDrafter
 from .drafter import Drafter, Observation
 from .early_exit import EarlyExitDrafter
+from .exits import catch_up
 from .hierarchical import HierarchicalDrafter
 from .request import GenerationParams, Sequence
 
@@ -90,6 +91,7 @@ class ChainArm:
         raise NotImplementedError
 
     def propose(self, sequences: SequenceOf[Sequence], plan: ChainPlan) -> list[TokenTree]:
+        catch_up((s.table, (tap for tap in s.taps if tap.layer <= self.drafter.depth(s.params))) for s in sequences)
         return self.drafter.propose([self._bounded(sequence, plan) for sequence in sequences])
 
     def _bounded(self, sequence: Sequence, plan: ChainPlan) -> Sequence:

@@ -127,7 +127,9 @@ class AutoDrafter(Drafter):
             part.check(params)
 
     def taps(self, params: GenerationParams) -> frozenset[Tap]:
-        return frozenset[Tap]().union(*(arm.drafter.taps(params) for arm in self._chains_for(params)))
+        """Heads read late: most steps do not use them."""
+        taps = frozenset[Tap]().union(*(arm.drafter.taps(params) for arm in self._chains_for(params)))
+        return frozenset(tap._replace(late=True) for tap in taps)
 
     def default_draft_tokens(self) -> int:
         return self.bound

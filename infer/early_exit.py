@@ -20,8 +20,9 @@ from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter
-from .exits import CallableExit, EarlyExits, ExitHead, Prediction, Tap
+from .exits import CallableExit, EarlyExits, ExitHead, Prediction, Tap, at_once
 from .request import GenerationParams, Sequence
+from .segments import Share, run_segments
 
 __all__ = ["EarlyExitDrafter", "ExitHead"]
 
@@ -112,19 +113,22 @@ class EarlyExitDrafter(Drafter):
 
     def _run(self, layer: int, running: list[tuple[_Chain, list[int]]]) -> Prediction:
         """Run each chain's next tokens through the first layers; what the exit predicts after the last of each."""
-        items = [
-            BatchItem(part, chain.sequence.table.length + chain.num_run, chain.sequence.table.blocks)
-            for chain, part in running
-        ]
-        batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
-        hidden = self.model.run(self.model.embed(batch), batch, self.cache, 0, layer)
-        self.exit.work["passes"] += layer
-        self.exit.work["draft"] += len(running) * layer
-        self.exit.work["prefill"] += (batch.num_tokens - len(running)) * layer  # pending before the root
-        for (chain, part), rows in zip(running, hidden.split([len(part) for _, part in running]), strict=True):
+        shares = [self._share(layer, chain, part) for chain, part in running]
+        batch = RaggedBatch.build([share.item for share in shares], self.cache.block_size, self.model.device)
+        ran = run_segments(self.model, self.cache, shares, batch, layer)
+        self.exit.work["passes"] += ran.layer_passes
+        self.exit.work["draft"] += ran.layer_tokens
+        self.exit.work["prefill"] += ran.prefill_layer_tokens
+        for (chain, part), rows in zip(running, ran.hidden.split([len(part) for _, part in running]), strict=True):
             chain.hidden.append(rows)
             chain.num_run += len(part)
-        return self.exit.predict(layer, hidden, batch, [end - 1 for end in batch.cu_seqlens[1:]])
+        return self.exit.predict(layer, ran.hidden, batch, [end - 1 for end in batch.cu_seqlens[1:]])
+
+    def _share(self, layer: int, chain: _Chain, part: list[int]) -> Share:
+        """What a chain runs next; other heads of its text see it on its way, this exit's in `predict`."""
+        sequence = chain.sequence
+        item = BatchItem(part, sequence.table.length + chain.num_run, sequence.table.blocks)
+        return Share(item, taps=at_once(sequence.taps) - self.exit.taps(layer), num_before=len(part) - 1)
 
     def _draw(self, chain: _Chain, states: Tensor, row: Tensor) -> None:
         sequence, keep_probs = chain.sequence, not self.target_rule.lossless

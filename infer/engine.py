@@ -27,6 +27,7 @@ from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline, logprobs, make_generator
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter, Observation, SomeFailed
+from .exits import MOST_OWED, Tap, at_once, catch_up
 from .intake import Intake, paired
 from .mailbox import Mailbox, Mailboxes
 from .memory import blocks_within
@@ -56,11 +57,16 @@ class _Decoding:
 @dataclass(frozen=True)
 class _Step:
     """One sequence's part of a pass: its share, its proposal (None in mid-prefill), and how far what each emitted token
-    was verified against is from the target's own distribution."""
+    was verified against is from the target's own distribution. kept: see Share."""
 
     scheduled: Scheduled
     tree: TokenTree | None
     distances: list[float] = field(default_factory=list)
+    kept: dict[Tap, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.scheduled.num_tokens + (0 if self.tree is None else self.tree.num_drafted)
 
     @property
     def item(self) -> BatchItem:
@@ -320,6 +326,7 @@ class Engine:
         Tokens that a drafter has run through the first layers join where it stopped: each token passes each layer once.
         """
         shares = [self._share(step) for step in steps]
+        catch_up(((sequence.table, sequence.taps) for sequence in (s.scheduled.sequence for s in steps)), MOST_OWED)
         ran = run_segments(self.model, self.cache, shares, batch, self.model.num_layers)
         work = {"full": ran.layer_tokens, "prefill": ran.prefill_layer_tokens, "passes": ran.layer_passes}
         self.stats.record_work(work)
@@ -358,11 +365,10 @@ class Engine:
         return self._trimmed[count](self.model.final(hidden))
 
     def _share(self, step: _Step) -> Share:
-        sequence, tree = step.scheduled.sequence, step.tree
-        taps = self._decoding[sequence.sequence_id].drafter.taps(sequence.params)
+        taps, tree = step.scheduled.sequence.taps, step.tree
         if tree is None:
-            return Share(step.item, taps=taps, num_before=step.scheduled.num_tokens)
-        return Share(step.item, tree.hidden, tree.depth, taps, step.scheduled.num_tokens - 1)
+            return Share(step.item, taps=taps, num_before=step.scheduled.num_tokens, kept=step.kept)
+        return Share(step.item, tree.hidden, tree.depth, taps, step.scheduled.num_tokens - 1, step.kept)
 
     def _logits(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> tuple[list[Tensor], list[Tensor]]:
         rows: list[int] = []
@@ -444,9 +450,11 @@ class Engine:
                 offsets += [count - 1 + node for node in verdict.path[1 : accepted + 1]]
             kept.append((sequence.table, offsets))
         self.cache.commit(kept)
-        for step in steps:
-            sequence = step.scheduled.sequence
-            self.cache.index_full_blocks(sequence.table, sequence.token_ids)
+        for step, (table, offsets) in zip(steps, kept, strict=True):
+            for tap, rows in step.kept.items():
+                first = step.num_tokens - len(rows)
+                tap.exits.owe(tap.layer, table, rows[[offset - first for offset in offsets if offset >= first]])
+            self.cache.index_full_blocks(table, step.scheduled.sequence.token_ids)
         return [self._chunk(sequence, text, token_ids) for sequence, text, token_ids in emitted]
 
     def _emit_or_end(self, step: _Step, verdict: Verdict, rows: Tensor) -> tuple[str, list[int]]:
@@ -497,6 +505,7 @@ class Engine:
     # -- life of a sequence --------------------------------------------------------------------------------------
 
     def _add_sequence(self, ids: list[int], params: GenerationParams, method: str, request_id: str, index: int) -> None:
+        taps = self.drafters[method].taps(params)
         sequence = Sequence(
             next(self._sequence_ids),
             request_id,
@@ -505,8 +514,9 @@ class Engine:
             len(ids),
             make_generator(params.seed, index, self.model.device),
             make_generator(params.seed, index, self.model.device, stream=1),
-            CacheTable(self._namespace(method, params)),
+            CacheTable((params.namespace, at_once(taps))),  # prefixes are shared where the same heads have seen them
             index,
+            taps,
         )
         self._decoding[sequence.sequence_id] = _Decoding(
             self.drafters[method],
@@ -518,10 +528,6 @@ class Engine:
         self.scheduler.add(sequence)
         if min(params.max_new_tokens, self.max_length - len(ids)) <= 0:
             self._full.append(sequence)
-
-    def _namespace(self, method: str, params: GenerationParams) -> object:
-        """Texts share cached prefixes where the same heads have seen them, and only within the user's namespace."""
-        return params.namespace, self.drafters[method].taps(params)
 
     def _finish_without_running(self) -> list[StreamChunk]:
         """Texts that may not grow: max_new_tokens 0, or a prompt that fills the context."""
@@ -583,6 +589,7 @@ class Engine:
             table = sequence.table
             assert table.length <= len(sequence.token_ids) - 1, "a token was cached before it could be"
             assert len(table.blocks) == self.cache.blocks_for(table.length), "a table holds blocks it does not need"
+            assert table.num_indexed * self.cache.block_size <= table.num_complete, "a block was indexed too early"
             assert sequence.num_emitted == 0 or sequence in self.scheduler.waiting or sequence.num_pending >= 1
         assert set(self._decoding) == {sequence.sequence_id for sequence in self.scheduler.sequences}
 

@@ -2,33 +2,56 @@
 
 A head may read context (a block): its keys and values are then layers of the target's own cache, behind the model's,
 and every token of a text must pass it, once. A drafter's own tokens pass it where they are drafted or verified; all
-others (prompts, what is pending, rows behind a proposal) on their way through the layers, see `segments.py`.
+others (prompts, what is pending, rows behind a proposal) on their way through the layers, see `segments.py`. Where a
+head is not used at every step they may wait: a text then owes it their states, and it reads them many at a time.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..modules.batch import RaggedBatch
+from ..modules.batch import BatchItem, RaggedBatch
 from ..modules.exit_heads import ExitHeads
-from ..modules.kv_cache import PagedKVCache
+from ..modules.kv_cache import CacheTable, PagedKVCache
 from ..modules.layered_model import LayeredModel
+
+MOST_OWED = 64
+"""Tokens of a text that may wait for a head: reading so many at once costs little more a token than more would."""
 
 ExitHead = Callable[[Tensor], Tensor]
 """[rows, hidden] after the exit layer -> [rows, vocab] logits, -inf where the head's draft vocabulary has no token."""
 
 
 class Tap(NamedTuple):
-    """A head that must be shown every token of a text, by the residual stream after `layer` layers."""
+    """A head that must be shown every token of a text, by the residual stream after `layer` layers.
+
+    late: they may wait until the head is used, or until they are many.
+    """
 
     exits: EarlyExits
     layer: int
+    late: bool = False
+
+
+def at_once(taps: Iterable[Tap]) -> frozenset[Tap]:
+    """The same heads, reading at once."""
+    return frozenset(tap._replace(late=False) for tap in taps)
+
+
+def catch_up(owing: Iterable[tuple[CacheTable, Iterable[Tap]]], least: int = 1) -> None:
+    """Let heads read what at least so many tokens of a text wait for. owing: texts' tables and the heads of each."""
+    tables: dict[Tap, list[CacheTable]] = defaultdict(list)
+    for table, taps in owing:
+        for tap in taps:
+            tables[tap].append(table)
+    for tap, late in tables.items():
+        tap.exits.catch_up(tap.layer, late, least)
 
 
 class Prediction(NamedTuple):
@@ -85,6 +108,23 @@ class EarlyExits:
         """Show a batch to a head that reads context. hidden: [tokens, hidden] after `layer` layers."""
         self.work["head"] += batch.num_tokens
         self._show(layer, hidden, batch)
+
+    def owe(self, layer: int, table: CacheTable, rows: Tensor) -> None:
+        """Tokens that have just been committed to a table wait for a head. rows: [tokens, hidden] after its layer."""
+        before = table.owed.get((self, layer))
+        table.owed[self, layer] = rows if before is None else torch.cat([before, rows])
+
+    def catch_up(self, layer: int, tables: SequenceOf[CacheTable], least: int) -> None:
+        """See the function."""
+        late = [table for table in tables if len(table.owed.get((self, layer), ())) >= least]
+        if not late:
+            return
+        rows = [table.owed.pop((self, layer)) for table in late]
+        items = [  # a head reads states: which tokens they are of is not asked
+            BatchItem([0] * len(states), table.length - len(states), table.blocks)
+            for table, states in zip(late, rows, strict=True)
+        ]
+        self.tap(layer, torch.cat(rows), RaggedBatch.build(items, self.cache.block_size, self.model.device))
 
     def take_work(self) -> Counter[str]:
         work, self.work = self.work, Counter()

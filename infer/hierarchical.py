@@ -27,7 +27,7 @@ from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter, Observation
 from .early_exit import exits_of, predicted
-from .exits import EarlyExits, ExitHead, Tap
+from .exits import EarlyExits, ExitHead, Tap, at_once
 from .request import GenerationParams, Sequence
 from .segments import Share, proposal_item, run_segments
 
@@ -219,7 +219,7 @@ class HierarchicalDrafter(Drafter):
                 one.item,
                 one.tree.hidden,
                 one.tree.depth,
-                self.taps(one.window.sequence.params) - self.exit.taps(layer),  # that head sees all of them below
+                at_once(one.window.sequence.taps) - self.exit.taps(layer),  # that head sees all of them below
                 one.window.shadow.num_pending - 1,
             )
             for one in rounds

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..modules.kv_cache import CacheTable
+    from .exits import Tap
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Origin = Literal["accepted", "corrected", "bonus"]
@@ -143,6 +144,7 @@ class Sequence:
         context to draft from, not to be remembered.
     draft_tokens, max_depth: bounds for the next proposal, set by the engine before `propose`. Room in the cache for a
         proposal of that size is already reserved then.
+    taps: the heads that must be shown every one of its tokens, whoever drafts.
     generator: draws from the target, exactly one draw per emitted token where the proposal has no distributions;
         draft_generator: draws of drafters. Both belong to this sequence alone.
     """
@@ -156,6 +158,7 @@ class Sequence:
     draft_generator: torch.Generator
     table: CacheTable = field(default_factory=_empty_table)
     index: int = 0
+    taps: frozenset[Tap] = frozenset()
     num_tentative: int = 0
     draft_tokens: int = 0
     max_depth: int = 0

@@ -7,7 +7,7 @@ each token passes each layer once. On their way tokens are shown to the heads th
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -36,6 +36,7 @@ class Share:
     hidden: [rows, hidden] the residual stream after `depth` layers of those that have been run so far, which are the
         first ones; they have been shown to the heads up to there.
     taps: the heads that want to see this sequence. num_before: tokens before the root, whose logits nobody asks for.
+    kept: for heads that read late, filled by `run_segments`: [rows, hidden] of the last new tokens.
     """
 
     item: BatchItem
@@ -43,6 +44,7 @@ class Share:
     depth: int = 0
     taps: frozenset[Tap] = frozenset()
     num_before: int = 0
+    kept: dict[Tap, Tensor] = field(default_factory=dict)
 
     def num_past(self, layer: int) -> int:
         """Leading tokens that `layer` layers have run already."""
@@ -87,7 +89,7 @@ def run_segments(
         prefill += before * (last - first)
         passes += last - first
         for tap in (tap for tap in taps if tap.layer == last):
-            _show(tap, hidden, parts, skips)
+            (_keep if tap.late else _show)(tap, hidden, parts, skips)
     return Ran(hidden, layer_tokens, prefill, passes)
 
 
@@ -100,6 +102,14 @@ def _show(tap: Tap, hidden: Tensor, parts: _Parts, skips: list[int]) -> None:
     rows, part = parts.without(wanted)
     if part is not None:
         tap.exits.tap(tap.layer, hidden if rows is None else hidden[rows], part)
+
+
+def _keep(tap: Tap, hidden: Tensor, parts: _Parts, skips: list[int]) -> None:
+    """Keep what a head would have been shown now, by sequence."""
+    bounds = zip(parts.batch.cu_seqlens, parts.batch.cu_seqlens[1:], strict=False)
+    for share, (start, end), skip in zip(parts.shares, bounds, skips, strict=True):
+        if tap in share.taps and start + skip < end:
+            share.kept[tap] = hidden[start + skip : end]
 
 
 class _Parts:

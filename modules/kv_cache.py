@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,9 +29,11 @@ the namespace of a sequence's first block, so keys compare exactly and never by 
 class CacheTable:
     """One sequence's blocks.
 
-    namespace: anything hashable; tables share contents within one. length: committed tokens whose keys and values are
-        valid in every layer.
+    namespace: anything hashable; tables share contents within one. length: committed tokens, whose keys and values are
+        valid in every layer of the model.
     num_indexed: leading blocks that are known to the prefix index; content: the id of the last of them.
+    owed: where a layer that is not the model's own (a head's) has yet to see the last committed tokens, the states,
+        [rows, hidden], that it will be shown. No block of these tokens becomes findable.
     """
 
     namespace: object = ""
@@ -39,6 +41,12 @@ class CacheTable:
     length: int = 0
     num_indexed: int = 0
     content: object = None
+    owed: dict[Hashable, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_complete(self) -> int:
+        """Leading tokens whose keys and values are there in every layer, of heads too."""
+        return self.length - max((len(rows) for rows in self.owed.values()), default=0)
 
     def __post_init__(self) -> None:
         self.content = self.content or ("namespace", self.namespace)
@@ -219,7 +227,7 @@ class PagedKVCache:
     def index_full_blocks(self, table: CacheTable, token_ids: Sequence[int]) -> None:
         """Make a table's full committed blocks findable for sequences with the same beginning and namespace."""
         size = self.block_size
-        while self.prefix_caching and (table.num_indexed + 1) * size <= table.length:
+        while self.prefix_caching and (table.num_indexed + 1) * size <= table.num_complete:
             start = table.num_indexed * size
             key = (table.content, tuple(token_ids[start : start + size]))
             table.content = self.allocator.index(key, table.blocks[table.num_indexed])
@@ -230,6 +238,7 @@ class PagedKVCache:
         for block in reversed(table.blocks):  # the end of a sequence is the first to be taken by others
             self.allocator.give_back(block)
         table.blocks.clear()
+        table.owed.clear()
         table.length = table.num_indexed = 0
         table.content = ("namespace", table.namespace)
 

@@ -18,10 +18,12 @@ import torch
 from checkpoint import save_tiny
 from heads import KEPT, random_exits, random_heads
 from speclight.infer import Engine, GenerationParams, LogitSpecDrafter
+from speclight.infer.auto import AutoDrafter
 from speclight.infer.build import EarlyExitOptions, EngineOptions, HiSpecOptions, build_engine, prepare
 from speclight.infer.bundles import base_fingerprint
 from speclight.infer.cli import main
 from speclight.infer.compare import next_logits
+from speclight.infer.cost_model import Calibration, CostModel
 from speclight.infer.early_exit import EarlyExitDrafter
 from speclight.infer.exits import EarlyExits, HeadExits
 from speclight.infer.hierarchical import HierarchicalDrafter
@@ -127,6 +129,54 @@ def test_a_head_that_reads_context_predicts_in_decoding_what_one_pass_over_the_t
         torch.testing.assert_close(row, whole_text_logits(layer, token_ids), atol=1e-9, rtol=1e-9)
 
 
+class InTurn(AutoDrafter):
+    """Trees for some steps, then a chain drafter for one, then trees, then the other."""
+
+    def _choose_arm(self, allowed, step, trees):
+        arm = {3: self.arms[0], 8: self.arms[1]}.get(self._steps % 11)
+        return (None, None) if arm is None or not allowed else (arm, arm.best(allowed, step.load, 0.0))
+
+
+def in_turn(early_exit: EarlyExitDrafter, hispec: HierarchicalDrafter) -> InTurn:
+    cost = CostModel(Calibration((1, 64), (0.04, 0.05), (0.0, 0.0)))
+    return InTurn(LogitSpecDrafter(k=8, capacity=6), [early_exit, hispec], bound=6, cost=cost, clock=lambda: 0.0)
+
+
+@pytest.mark.parametrize("most", [1, 7, 64])
+def test_heads_that_read_late_predict_what_one_pass_over_the_text_would(most, monkeypatch):
+    """Under auto tokens wait for heads; fails if one is lost, doubled or out of order when they wake, behind rejected
+    trees, chains of another exit, preemption, chunked prefill and prefix hits."""
+    monkeypatch.setattr("speclight.infer.engine.MOST_OWED", most)
+    exits = random_exits("block", (1, 3))
+    alone, inner = WatchedDraft(3, 2, exits=exits), WatchedDraft(1, 2, exits=exits)
+    one = WatchedWindow(inner, 3, 4, exits=exits)
+    one.seen = alone.seen = inner.seen = seen = []
+    engine = engine_with(
+        in_turn(alone, one),
+        model=tiny_lm(fast=False).requires_grad_(False),
+        num_blocks=23,
+        block_size=4,
+        max_batch_tokens=11,
+        max_num_seqs=5,
+    )
+    texts = [[90 + index, *prompt] for index, prompt in enumerate(PROMPTS)]
+    done, owed = [], 0
+    for _ in range(2):  # the second finds blocks of the first
+        for text in texts:
+            engine.add(text, GenerationParams(max_new_tokens=60))
+        while engine.has_work:
+            done += [chunk.completion for chunk in engine.step() if chunk.completion is not None]
+            engine.check_invariants()
+            tables = [sequence.table for sequence in engine.scheduler.running]
+            owed = max([owed, *(table.length - table.num_complete for table in tables)])
+    stats = SequenceStats.total(completion.stats for completion in done)
+    assert stats.preemptions > 0 and stats.cached_tokens > 0 and rejected(stats) > 0 and stats.accepted > 0
+    assert owed > min(most, 10) // 2, "heads read at once"
+    assert {layer for layer, _, _ in seen} == {1, 3} and len(seen) > 50
+    for layer, token_ids, row in seen:
+        torch.testing.assert_close(row, whole_text_logits(layer, token_ids), atol=1e-9, rtol=1e-9)
+
+
 class Passages:
     """Counts, for each token in its context, how often it passes each layer and each head: {((text up to it), place)}.
 
@@ -197,6 +247,26 @@ def test_no_token_passes_a_layer_or_a_head_twice_and_none_is_left_out(inner):
     assert (layer_tokens, head_tokens) == (stats.layer_tokens, stats.head_tokens)
     assert min(stats.prefill_layer_tokens, stats.intermediate_layer_tokens, stats.full_layer_tokens) > 0
     assert (stats.draft_layer_tokens > 0) == (inner == "early-exit")
+
+
+def test_a_head_that_reads_late_sees_each_token_once_and_only_when_it_is_used():
+    """Until a chain is tried nothing passes a head but what many tokens wait for; then all of them, each once."""
+    exits = random_exits("block", (1, 3), None)
+    engine = engine_with(in_turn(EarlyExitDrafter(1, exits=exits), hispec(exits)), prefix_caching=False)
+    passages = Passages(engine, exits)
+    engine.add(PROMPTS[0], GenerationParams(max_new_tokens=40))
+    (text,) = engine.scheduler.waiting
+    heads, before = ("head 1", "head 3"), [0, 0]
+    for step in range(1, 23):
+        engine.step()
+        drafts = engine.drafters["auto"]._steps % 11
+        passed = [sum(place == head for _, place in passages.counts) for head in heads]
+        if drafts not in (3, 8):
+            assert passed == before, (step, "a head read though nobody drafts by it")
+        before = passed
+        for length in range(1, text.table.num_complete + 1):
+            assert all(passages.counts[tuple(text.token_ids[:length]), head] == 1 for head in heads)
+    assert min(before) > 20
 
 
 def test_texts_of_methods_without_the_head_do_not_pay_for_it():
