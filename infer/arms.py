@@ -29,6 +29,11 @@ LONGEST_CHAIN, LONGEST_INNER = 16, 4
 """Most tokens that are drafted one after another, and for an intermediate layer."""
 PROBE_STEPS = 3
 """What was not used for a while reads on before it drafts: a probe is so many steps."""
+PRIOR = 0.6
+"""How often a draft is taken to be accepted while nothing is known of its drafter."""
+TRIED = (24.0, 0.99)
+"""What was seen where a drafter was tried counts for so many observations, and what is seen here is forgotten slowly: a
+run of luck is no reason to change."""
 DRAFT_SECONDS = 0.4
 """For the calibration of a draft model."""
 
@@ -45,25 +50,34 @@ class Load:
 @dataclass(frozen=True)
 class ChainPlan:
     """length: tokens handed to the model, N_d or for two stages N_i; inner: N_d of those. emitted: expected, by a
-    sequence. seconds: of the whole step."""
+    sequence. seconds: of the whole step, but for reading what waits for its heads, which is done once."""
 
     length: int
     emitted: float
     seconds: float
     inner: int | None = None
+    reading: float = 0.0
 
 
 class ChainArm:
-    """A chain drafter under auto; a subclass says what its drafting costs. `model_cost` is the target's."""
+    """A chain drafter under auto; a subclass says what its drafting costs. `model_cost` is the target's.
 
-    def __init__(self, drafter: Drafter, prior: float = 0.6) -> None:
+    reads_on: what it missed while it was not used, it reads in its next step, and nobody knows what that costs.
+    """
+
+    reads_on = True
+
+    def __init__(self, drafter: Drafter, tried: float | None = None) -> None:
+        """tried: how often its drafts were accepted elsewhere."""
         self.drafter, self.name = drafter, drafter.name
-        self.acceptance = Acceptance(prior)
+        self.acceptance = Acceptance(PRIOR) if tried is None else Acceptance(tried, *TRIED)
+        self.slowness = 1.0
         self.reset()
 
     def reset(self) -> None:
+        """How slow it is stays known: that is of the device."""
         self.acceptance.reset()
-        self.slowness, self.wait, self.next_probe, self.last_used = 1.0, 32, 32, -PROBE_STEPS
+        self.wait, self.next_probe, self.last_used = 32, 32, -PROBE_STEPS
 
     def attach(self, model: LayeredModel, cache: PagedKVCache, cost: CostModel) -> None:
         self.drafter.attach(model, cache)
@@ -74,7 +88,18 @@ class ChainArm:
         most = min(LONGEST_CHAIN, max(min(s.draft_tokens, s.max_depth) for s in sequences))
         plans = self.plans(sequences, load, max(most, 1), overhead)
         others = load.sequences - len(sequences)
-        return max(plans, key=lambda plan: (others + len(sequences) * plan.emitted) / plan.seconds)
+        best = max(plans, key=lambda plan: (others + len(sequences) * plan.emitted) / plan.seconds)
+        return replace(best, reading=self.reading(sequences))
+
+    def reading(self, sequences: SequenceOf[Sequence]) -> float:
+        """Seconds to show heads what waits for them, each one layer."""
+        below = [(s.table.owed, self.depth(s)) for s in sequences]
+        waiting = sum(len(rows) for owed, depth in below for (_, layer), rows in owed.items() if layer <= depth)
+        seconds = self.model_cost.seconds(waiting, share=1.0 / self.model.num_layers, unembedded=False)
+        return float(seconds) if waiting else 0.0
+
+    def depth(self, sequence: Sequence) -> int:
+        return self.drafter.depth(sequence.params)
 
     def plans(self, sequences: SequenceOf[Sequence], load: Load, most: int, overhead: float) -> list[ChainPlan]:
         lengths = np.arange(1, most + 1)
@@ -91,7 +116,7 @@ class ChainArm:
         raise NotImplementedError
 
     def propose(self, sequences: SequenceOf[Sequence], plan: ChainPlan) -> list[TokenTree]:
-        catch_up((s.table, (tap for tap in s.taps if tap.layer <= self.drafter.depth(s.params))) for s in sequences)
+        catch_up((s.table, (tap for tap in s.taps if tap.layer <= self.depth(s))) for s in sequences)
         return self.drafter.propose([self._bounded(sequence, plan) for sequence in sequences])
 
     def _bounded(self, sequence: Sequence, plan: ChainPlan) -> Sequence:
@@ -108,14 +133,13 @@ class ChainArm:
         self.acceptance.record(0, 1)
 
     def timed(self, plan: ChainPlan, seconds: float) -> None:
-        """A step of it took so long; the first ones after a pause, in which it reads on, do not count."""
-        ratio = min(max(seconds / plan.seconds, 2 / 3), 1.5)
+        """A step of it took so long."""
+        ratio = min(max(seconds / (plan.seconds + plan.reading), 2 / 3), 1.5)
         self.slowness = min(max(self.slowness * ratio**0.1, 0.25), 4.0)
 
     def share(self, sequences: SequenceOf[Sequence]) -> float:
         """The part of the target's layers that its drafts have been through."""
-        layers = sum(self.drafter.depth(sequence.params) for sequence in sequences) / len(sequences)
-        return layers / self.model.num_layers
+        return sum(self.depth(sequence) for sequence in sequences) / len(sequences) / self.model.num_layers
 
     def scratch_tokens(self, draft_tokens: int, params: GenerationParams) -> int:
         return self.drafter.scratch_tokens(min(draft_tokens, LONGEST_CHAIN), params)
@@ -123,6 +147,11 @@ class ChainArm:
 
 class EarlyExitArm(ChainArm):
     """The first layers draft, and the last ones verify: all but the last drafted token have been through the first."""
+
+    reads_on = False
+
+    def __init__(self, drafter: EarlyExitDrafter) -> None:
+        super().__init__(drafter, drafter.exit.acceptance.get(drafter.exit_layer))
 
     def drafting(self, sequences: SequenceOf[Sequence], load: Load) -> tuple[float, float]:
         share, count = self.share(sequences), len(sequences)
@@ -152,10 +181,12 @@ class HiSpecArm(ChainArm):
     Rounds are what costs: each an inner draft and a pass up to L_i, and it brings one token and what it accepts.
     """
 
+    reads_on = False
+
     def __init__(self, drafter: HierarchicalDrafter) -> None:
         self.inner = Acceptance()
         self.hierarchical = drafter
-        super().__init__(drafter)
+        super().__init__(drafter, drafter.exit.acceptance.get(drafter.exit_layer))
 
     def reset(self) -> None:
         super().reset()

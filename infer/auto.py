@@ -34,6 +34,10 @@ MAX_NODES = 64
 PROBING_SHARE = 0.01
 """Of the time, what trying chain drafters again may cost."""
 LONGEST_PROBE_WAIT = 1024
+MARGIN = 1.05
+"""What a chain must promise over trees: both are estimates, and what looks best of several is so by luck too."""
+WEIGHED_EVERY = 8
+"""Steps after which a chain drafter that is not in use is weighed anew."""
 
 
 @dataclass
@@ -104,6 +108,7 @@ class AutoDrafter(Drafter):
         self._growth = self._reading = 0.0  # seconds by a node, and by a text whose rows trees learn from
         self._steps = 0
         self._probe: tuple[ChainArm, int] | None = None
+        self._plans: dict[ChainArm, tuple[int, Load, ChainPlan]] = {}  # and when, under which load, they were made
         self._served = self._probing = 0.0
         self._observing = self._own = 0.0
         self._step: _Step | None = None
@@ -232,23 +237,41 @@ class AutoDrafter(Drafter):
         """The chain drafter that promises more than the trees, or whose turn it is to be tried again."""
         if not allowed or not self.arms:
             return None, None
-        overhead = step.overhead + self._observing
-        plans = {arm: arm.best(allowed, step.load, overhead) for arm in self.arms}
+        plans = {arm: self._plan(arm, allowed, step) for arm in self.arms}
         others = step.load.sequences - len(allowed)
 
-        def rate(arm: ChainArm) -> float:
-            return (others + len(allowed) * plans[arm].emitted) / plans[arm].seconds
+        def emitted(arm: ChainArm) -> float:
+            return others + len(allowed) * plans[arm].emitted
 
-        best = max(self.arms, key=rate)
-        probed = self._probed(None if rate(best) <= trees.rate else best)
+        def rate(arm: ChainArm) -> float:
+            return emitted(arm) / (plans[arm].seconds + plans[arm].reading)
+
+        first = max(self.arms, key=rate)
+        best = None if rate(first) <= MARGIN * trees.rate else first
+        top = max(rate(first), trees.rate)
+        lost = {arm: plans[arm].seconds - emitted(arm) / top for arm in self.arms}
+        losses = {arm: PROBE_STEPS * lost[arm] + plans[arm].reading for arm in self.arms}
+        probed = self._probed(best, losses)
         step.is_probe = probed is not None
-        if probed is None and rate(best) <= trees.rate:
-            return None, None
         chosen = probed or best
+        if chosen is None:
+            return None, None
+        del self._plans[chosen]  # what comes of it changes the next
         return chosen, plans[chosen]
 
-    def _probed(self, best: ChainArm | None) -> ChainArm | None:
-        """An arm that is not the best one now and was not for long, while probing has cost little; for a few steps."""
+    def _plan(self, arm: ChainArm, allowed: list[Sequence], step: _Step) -> ChainPlan:
+        """What the arm would do: weighed at every step while it is in use, else every few, and as texts come or go."""
+        if arm in self._plans:
+            made, load, plan = self._plans[arm]
+            if self._steps < made + WEIGHED_EVERY and load.sequences == step.load.sequences:
+                return plan
+        plan = arm.best(allowed, step.load, step.overhead + self._observing)
+        self._plans[arm] = self._steps, step.load, plan
+        return plan
+
+    def _probed(self, best: ChainArm | None, losses: dict[ChainArm, float]) -> ChainArm | None:
+        """An arm that is not the best one now and was not for long, once what its few steps are expected to lose is a
+        small part of the time so far. losses: seconds, by arm."""
         if self._probe is not None and self._probe[1] > 0 and self._probe[0] is not best:
             self._probe = (self._probe[0], self._probe[1] - 1)
             return self._probe[0]
@@ -256,7 +279,7 @@ class AutoDrafter(Drafter):
         for arm in self.arms:
             if arm is best:
                 arm.wait, arm.next_probe = 32, self._steps + 32
-            elif self._steps >= arm.next_probe and self._probing <= PROBING_SHARE * self._served:
+            elif self._steps >= arm.next_probe and self._probing + losses[arm] <= PROBING_SHARE * self._served:
                 arm.wait = min(2 * arm.wait, LONGEST_PROBE_WAIT)
                 arm.next_probe = self._steps + arm.wait
                 self._probe = (arm, PROBE_STEPS - 1)
@@ -382,7 +405,7 @@ class AutoDrafter(Drafter):
             assert self.cost is not None
             self.cost.learn(max(seconds - own, 1e-9), new_tokens, sequences, step.load.context)
         elif step.plan is not None:
-            if self._steps - step.arm.last_used <= PROBE_STEPS - 1:
+            if not step.arm.reads_on or self._steps - step.arm.last_used <= PROBE_STEPS - 1:
                 step.arm.timed(step.plan, seconds)
             step.arm.last_used = self._steps
 

@@ -510,7 +510,9 @@ def _exits(prepared: Prepared, model: LayeredModel) -> EarlyExits:
     from ..modules.exit_heads import ExitHeads
     from .exits import EarlyExits, HeadExits
 
-    return EarlyExits() if prepared.bundle is None else HeadExits(ExitHeads.from_bundle(prepared.bundle, model))
+    if prepared.bundle is None or prepared.exits is None:
+        return EarlyExits()
+    return HeadExits(ExitHeads.from_bundle(prepared.bundle, model), prepared.exits.acceptance)
 
 
 def _ruled(method: str, prepared: Prepared, model: LayeredModel, exits: EarlyExits | None) -> Drafter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -32,11 +33,27 @@ def bundle_digest(folder: str) -> str:
 
 
 def planned_exits(num_layers: int, bundle: HeadBundle | None) -> EarlyExits:
-    """Exits that know which layers they have, and no more: to check settings against."""
+    """Exits that know which layers they have, and what they are worth, and no more: to check settings against."""
     exits = EarlyExits()
     exits.num_layers = num_layers
-    exits.layers = None if bundle is None else tuple(bundle.config["layers"])
+    if bundle is not None:
+        exits.layers, exits.acceptance = tuple(bundle.config["layers"]), tried_acceptance(bundle)
     return exits
+
+
+def tried_acceptance(bundle: HeadBundle) -> dict[int, float]:
+    """By layer, how often a draft was accepted given that all before it were, in the trial that `speclight export` made
+    and wrote into the bundle's card; empty without one.
+
+    Its chains are of two tokens, so a pass emits 1 + a + a^2 in the mean. Raises ValueError for a card that tells of a
+    trial in another way.
+    """
+    try:
+        exits = bundle.card.get("trial", {}).get("exits", {})
+        mats = {int(layer): float(found["mat"]) for layer, found in exits.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"bundle's card must tell of its trial as `speclight export` does, got {error!r}") from error
+    return {layer: (math.sqrt(max(4.0 * mat - 3.0, 1.0)) - 1.0) / 2.0 for layer, mat in mats.items()}
 
 
 def default_exits(exits: EarlyExits) -> tuple[int, int]:

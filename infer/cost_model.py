@@ -122,20 +122,30 @@ class CostModel:
         self._factors, self._overall = np.ones(len(self._tokens)), 1.0
         self._visits = np.zeros(len(self._tokens))
 
-    def seconds(self, tokens: ArrayLike, sequences: int = 1, context: float | None = None, share: float = 1.0) -> Array:
-        """Of passes over so many new tokens each, unembedding included. context: tokens in the cache, of all sequences.
+    def seconds(
+        self,
+        tokens: ArrayLike,
+        sequences: int = 1,
+        context: float | None = None,
+        share: float = 1.0,
+        unembedded: bool = True,
+    ) -> Array:
+        """Of passes over so many new tokens each. context: tokens in the cache, of all sequences.
 
-        share: of the layers that is run.
+        share: of the layers that is run. unembedded: logits of all tokens are taken behind them.
         """
         sizes = np.asarray(tokens, dtype=np.float64)
-        return self._raw(sizes, sequences, context, share) * np.interp(sizes, self._tokens, self._factors)
+        raw = self._raw(sizes, sequences, context, share, unembedded)
+        return raw * np.interp(sizes, self._tokens, self._factors)
 
-    def _raw(self, sizes: Array, sequences: int, context: float | None, share: float) -> Array:
+    def _raw(
+        self, sizes: Array, sequences: int, context: float | None, share: float = 1.0, unembedded: bool = True
+    ) -> Array:
         one = self.calibration
         behind = 0.0 if context is None else one.per_context * (context - one.context)
         layers = self._curve(sizes, self._layers) + one.per_sequence * (sequences - 1) + behind
         least = self._layers[0] * 0.5  # a context shorter than the calibration's takes off no more than that
-        return share * np.maximum(layers, least) + self._curve(sizes, self._head)
+        return share * np.maximum(layers, least) + (self._curve(sizes, self._head) if unembedded else 0.0)
 
     def _curve(self, sizes: Array, seconds: Array) -> Array:
         """Between points a line, beyond the last the line through the last two."""
@@ -149,7 +159,7 @@ class CostModel:
         """A pass was timed. Points near its size follow it; the others drift to the mean of what is measured."""
         size = np.asarray(float(tokens))
         now = float(np.interp(size, self._tokens, self._factors))
-        raw = float(self._raw(size, sequences, context, 1.0))
+        raw = float(self._raw(size, sequences, context))
         sample = min(max(seconds / raw, now / LARGEST_JUMP), now * LARGEST_JUMP)
         self._overall += OVERALL * (sample - self._overall)
         self._factors += LIKE_OTHERS * (self._overall - self._factors)

@@ -9,7 +9,7 @@ head is not used at every step they may wait: a text then owes it their states, 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -64,6 +64,7 @@ class Prediction(NamedTuple):
 class EarlyExits:
     """Exits after any layer through the model's own final norm and unembedding: for models trained to exit early.
 
+    acceptance: by layer, how often a draft that follows accepted ones was accepted where these exits were tried.
     layers: those that have a head, None for all. context_layers: those whose head reads context. num_layers: the
     model's, known from `attach` on.
     work: what was done since `take_work`: layer-tokens, that is tokens times layers, that drafters have run ("draft",
@@ -71,6 +72,7 @@ class EarlyExits:
     ("passes"), and tokens through heads ("head").
     """
 
+    acceptance: Mapping[int, float] = {}
     layers: tuple[int, ...] | None = None
     context_layers: tuple[int, ...] = ()
     num_layers: int = 0
@@ -155,8 +157,9 @@ class CallableExit(EarlyExits):
 class HeadExits(EarlyExits):
     """The exits of trained heads, bound to the engine's model when it is known: packed if the model is."""
 
-    def __init__(self, heads: ExitHeads) -> None:
+    def __init__(self, heads: ExitHeads, acceptance: Mapping[int, float] | None = None) -> None:
         super().__init__()
+        self.acceptance = acceptance or {}
         self.heads, self.layers, self.context_layers = heads, heads.layers, heads.context_layers
 
     def attach(self, model: LayeredModel, cache: PagedKVCache, cache_layer: int) -> None:

@@ -41,7 +41,7 @@ class CacheTable:
     length: int = 0
     num_indexed: int = 0
     content: object = None
-    owed: dict[Hashable, Tensor] = field(default_factory=dict)
+    owed: dict[tuple[Hashable, int], Tensor] = field(default_factory=dict)
 
     @property
     def num_complete(self) -> int:

@@ -13,7 +13,7 @@ from checkpoint import save_tiny
 from heads import random_exits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speclight.infer.arms import ChainArm, HiSpecArm, arm_of
+from speclight.infer.arms import ChainArm, ChainPlan, HiSpecArm, arm_of
 from speclight.infer.auto import AutoDrafter
 from speclight.infer.bench import parse_methods
 from speclight.infer.build import (
@@ -32,6 +32,7 @@ from speclight.infer.draft_model import DraftModelDrafter
 from speclight.infer.drafter import Drafter, Observation, SomeFailed, TreeDrafter
 from speclight.infer.early_exit import EarlyExitDrafter
 from speclight.infer.engine import Engine
+from speclight.infer.exits import EarlyExits
 from speclight.infer.hierarchical import HierarchicalDrafter
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.request import GenerationParams
@@ -570,3 +571,75 @@ def test_what_was_drafted_behind_the_end_of_a_text_is_undecided() -> None:
     for verdict in (Verdict([0, 1], None, False), Verdict([0, 1], 9, True), Verdict([0, 1, 2, 3], 9, False)):
         arm.observe(Observation(None, tree, verdict, None, None))  # type: ignore[arg-type]
     assert recorded == [(1, 1), (1, 2), (3, 3)]
+
+
+# -- chains: what is known of them before and between their turns ----------------------------------------------------
+
+
+def with_acceptance(found: dict[int, float], layer: int = 1) -> EarlyExitDrafter:
+    exits = EarlyExits()
+    exits.acceptance = found
+    return EarlyExitDrafter(layer, exits=exits)
+
+
+def test_what_exits_were_worth_where_they_were_tried_is_where_learning_begins():
+    """And a run of luck changes it little; where nothing is known, the first samples decide."""
+    tried, unknown = arm_of(with_acceptance({1: 0.3, 2: 0.9})), arm_of(with_acceptance({2: 0.9}))
+    window = arm_of(HierarchicalDrafter(with_acceptance({1: 0.3, 2: 0.5}), 2, exits=with_acceptance({2: 0.5}).exit))
+    found = [arm.acceptance.accepted(1)[1] for arm in (tried, unknown, window)]
+    assert found == pytest.approx([0.3, 0.6, 0.5])
+    for arm in (tried, unknown):
+        for _ in range(3):
+            arm.acceptance.record(1, 1)
+    assert tried.acceptance.accepted(1)[1] < 0.4 and unknown.acceptance.accepted(1)[1] > 0.75
+
+
+def test_reset_forgets_what_was_said_and_not_how_slow_a_chain_is():
+    arm = arm_of(with_acceptance({}))
+    arm.timed(ChainPlan(2, 1.5, 0.05), 0.07)
+    arm.acceptance.record(0, 1)
+    slowness = arm.slowness
+    arm.reset()
+    assert arm.slowness == slowness > 1.0 and arm.acceptance.accepted(1)[1] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.0385, False), (0.0375, True)])
+def test_a_chain_must_promise_clearly_more_than_trees(seconds, chosen):
+    """Trees: a token in 40 ms. One that promises 4 percent more is left, one with 7 percent is taken."""
+    clock = Clock()
+    arm = ScriptedArm(ScriptedChain(clock, long_texts(), True))
+    drafter = Timed(None, [arm], clock=clock, real=CHEAP, cost=CostModel(CHEAP))
+    arm.best = lambda *_: ChainPlan(1, 1.0, seconds)
+    arm.next_probe = 10**6
+    run(drafter, max_new_tokens=5)
+    assert (arm.last_used > 0) == chosen
+
+
+def test_a_chain_is_tried_only_when_that_is_a_small_part_of_the_time_so_far():
+    """Three steps that lose 12 ms each are one percent of 3.6 s, 90 steps of 40 ms; the wait alone is 32."""
+    clock = Clock()
+    chain = ScriptedChain(clock, long_texts(), False)
+    arm = ScriptedArm(chain)
+    drafter = Timed(None, [arm], clock=clock, real=CHEAP, cost=CostModel(CHEAP))
+    arm.best = lambda *_: ChainPlan(1, 1.0, 0.052)
+    tried = []
+    arm.propose = lambda sequences, plan: tried.append(drafter._steps) or chain.propose(sequences)
+    run(drafter, max_new_tokens=LONG)
+    assert 85 < tried[0] < 100 and len(tried) >= 3
+
+
+def test_what_waits_for_heads_is_part_of_a_plan_and_of_what_its_step_may_take():
+    exits = random_exits("block", (1, 3))
+    one = EarlyExitDrafter(1, exits=exits)
+    drafter = AutoDrafter(LogitSpecDrafter(), [one], cost=CostModel(CHEAP))
+    engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
+    (arm,) = drafter.arms
+    engine.add(PROMPTS[0], GenerationParams(max_new_tokens=40))
+    engine.step()
+    (sequence,) = engine.scheduler.running
+    layer = float(CostModel(CHEAP).seconds(len(PROMPTS[0]), share=0.25, unembedded=False))
+    assert arm.reading([sequence]) == pytest.approx(layer)
+    arm.timed(ChainPlan(1, 1.0, 0.04, reading=0.01), 0.05)
+    assert arm.slowness == pytest.approx(1.0)
+    exits.catch_up(1, [sequence.table], 1)
+    assert arm.reading([sequence]) == 0.0

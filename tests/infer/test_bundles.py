@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -500,6 +500,20 @@ def bundle(checkpoint, tmp_path_factory) -> Path:
 
 def options(checkpoint: Path, bundle: Path | None = None, **more) -> EngineOptions:
     return EngineOptions(model=str(checkpoint), bundle=None if bundle is None else str(bundle), kv_memory=0.01, **more)
+
+
+def test_what_a_bundle_was_worth_in_its_trial_is_known_to_who_chooses_drafters(checkpoint, bundle, tmp_path):
+    """Chains of two that are accepted with 0.3 each emit 1.39 tokens a pass; a trial told in another way is refused."""
+    written = HeadBundle.load(bundle)
+    for name, trial in {"told": {"exits": {"1": {"mat": 1.39}, "3": {"mat": 1.0}}}, "wrong": {"exits": [3]}}.items():
+        replace(written, card={"trial": trial}).save(tmp_path / name)
+    engine = build_engine(prepare(options(checkpoint, tmp_path / "told"), ["auto"]))
+    (exits,) = engine.exits
+    assert exits.acceptance == pytest.approx({1: 0.3, 3: 0.0})
+    assert [arm.acceptance.accepted(1)[1] for arm in engine.drafters["auto"].arms] == pytest.approx([0.3, 0.0])
+    assert build_engine(prepare(options(checkpoint, bundle), ["auto"])).exits[0].acceptance == {}
+    with pytest.raises(ValueError, match="card must tell of its trial"):
+        prepare(options(checkpoint, tmp_path / "wrong"), ["auto"])
 
 
 def run_command(capsys, *arguments) -> tuple[int, str]:
