@@ -132,6 +132,7 @@ class EngineOptions(ModelOptions):
     draft_temperature: float | None = option(None, "temperature of the draft model's own draws; the request's if unset")
     bundle: str | None = option(None, "folder of exit heads, for early-exit and hispec; the model's own norm if unset")
     attention: Literal["sdpa", "flex"] = option("sdpa", "flex: torch's FlexAttention, for GPUs; not with method auto")
+    cuda_graphs: bool = option(False, "on GPUs: record passes of few tokens, then launch each as one; needs sdpa")
     max_num_seqs: int = option(64, "sequences in one pass")
     block_size: int = option(16, "slots of a cache block")
     kv_memory: float | None = option(None, "GiB for the key-value cache; a share of the free memory if unset")
@@ -276,6 +277,8 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
         raise ValueError(
             f"attention must be sdpa for method auto, whose measurements are of it, got {options.attention!r}"
         )
+    if options.cuda_graphs and options.attention != "sdpa":
+        raise ValueError(f"attention must be sdpa with cuda_graphs, got {options.attention!r}")
     if options.bundle is not None and not any(method in EXIT_DRAFTERS for method in drafting):
         raise ValueError(
             f"bundle is read by {', '.join(EXIT_DRAFTERS)}; method is {' and '.join(dict.fromkeys(methods))}"
@@ -287,7 +290,9 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
 
     from .loading import check_model, check_same_tokenizer, load_tokenizer, resolve_device  # torch only from here on
 
-    resolve_device(options.device)
+    device = resolve_device(options.device)
+    if options.cuda_graphs and device.type != "cuda":
+        raise ValueError(f"cuda_graphs needs device cuda, this is {device.type!r}; leave it out elsewhere")
     _check_drafters(options)
     source = check_model(source)
     draft_source = None if draft_source is None else check_model(draft_source)
@@ -472,6 +477,7 @@ def build_engine(prepared: Prepared) -> Engine:
         kv_memory=options.kv_memory,
         max_num_seqs=options.max_num_seqs,
         max_batch_tokens=options.max_batch_tokens,
+        cuda_graphs=options.cuda_graphs,
     )
 
 

@@ -96,6 +96,8 @@ class DraftModelDrafter(Drafter):
         self._states: dict[int, _State] = {}
 
     def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
+        if model.graphs is not None:
+            self.model.record_passes(self.cache, model.graphs.record)
         """Draft only ids that both vocabularies have: they may be padded to different sizes."""
         self.vocab_size = min(model.vocab_size, self.model.vocab_size)
 

@@ -87,6 +87,8 @@ class Engine:
     max_num_seqs: sequences in one pass. max_batch_tokens: prefill is chunked beyond this many tokens in a pass.
     max_length: longest text, prompt included; None takes the model's context (or the cache, when that is smaller).
     target_rule: what all proposals are verified against; None leaves each drafter its own.
+    cuda_graphs: record passes of few tokens, the draft model's too, and launch them as one; the model is then this
+        engine's. On GPUs, with the reference attention.
     strict: let drafters' exceptions through instead of going on without their draft (tests).
 
     `watchers` are shown every verified proposal, before anything comes of it. Not thread-safe: one thread owns an
@@ -108,6 +110,7 @@ class Engine:
         max_length: int | None = None,
         num_blocks: int | None = None,
         prefix_caching: bool = True,
+        cuda_graphs: bool = False,
         strict: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.strict = model, tokenizer, strict
@@ -120,6 +123,8 @@ class Engine:
         if num_blocks is None:
             num_blocks = blocks_within(model, block_size, max_num_seqs, kv_memory, extra_layers=sum(extra_layers))
         self.cache = model.new_cache(num_blocks, block_size, prefix_caching, sum(extra_layers))
+        if cuda_graphs:
+            model.record_passes(self.cache)
         for index, exits in enumerate(self.exits):
             exits.attach(model, self.cache, model.num_layers + sum(extra_layers[:index]))
         for drafter in self.drafters.values():

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from .attention import Attention, paged_attention
 from .batch import RaggedBatch
 from .fast import FastLinear, fast_norm, layer_window, signed_halves, speed_up
+from .graphs import Graphs, Recorder
 from .kv_cache import PagedKVCache
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "opt")
@@ -125,6 +126,8 @@ class LayeredModel(nn.Module):
     """
 
     is_fast: bool = False
+    graphs: Graphs | None = None
+    """Recordings of passes over one cache; see `record_passes`."""
 
     def __init__(self, hf_model: PreTrainedModel, fast: bool = True, attention: Attention = paged_attention) -> None:
         super().__init__()
@@ -195,6 +198,15 @@ class LayeredModel(nn.Module):
         """What one cached token costs over all layers."""
         return 2 * (self.num_layers + extra_layers) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
+    def record_passes(self, cache: PagedKVCache, record: Recorder | None = None) -> None:
+        """From now on passes of few tokens over this cache are recorded, and run from their recordings.
+
+        record: None: as CUDA graphs. Raises ValueError for attention that cannot be recorded.
+        """
+        if self.attention is not paged_attention:
+            raise ValueError("passes can be recorded with the reference attention only")
+        self.graphs = Graphs(self, cache, record)
+
     def embed(self, batch: RaggedBatch) -> Float[Tensor, "tokens hidden"]:
         """The residual stream before the first layer."""
         hidden = self.decoder.embed_tokens(batch.token_ids)
@@ -217,6 +229,14 @@ class LayeredModel(nn.Module):
         Writes the new tokens' keys and values of those layers into their slots. `run(run(h, a), b)` over adjacent
         ranges equals one run over both, bit for bit. cache None: tokens see only the batch's own (training, scoring).
         """
+        if self.graphs is not None and self.graphs.cache is cache:
+            return self.graphs.run(hidden, batch, start, stop)
+        return self.run_kernels(hidden, batch, cache, start, stop)
+
+    def run_kernels(
+        self, hidden: Tensor, batch: RaggedBatch, cache: PagedKVCache | None, start: int, stop: int
+    ) -> Tensor:
+        """`run`, never from a recording."""
         paged, states = Paged(batch, cache, self.attention), hidden.unsqueeze(0)
         for index in range(start, stop):
             states = self._through(self.decoder.layers[index], index, states, paged)
