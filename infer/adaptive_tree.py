@@ -37,24 +37,28 @@ TAUGHT_BY = 4
 """Of the places that verification decides, every fourth teaches: more brings nothing that could be measured."""
 BEST = 0.98
 """No candidate is taken to be likelier than this: bounds what a place can still bring."""
+DEEPER = 0.88
+"""In the order in which nodes are added a place counts for so much less than the one above it: what is said of it rests
+on all that was said before."""
 
 
 @dataclass
 class Grown:
-    """A tree and how it came about. tails: the last tokens up to each node; orders: the longest n-gram that its
-    parent's place had; scores: estimated probabilities of being accepted; contexts: None where nothing was looked up.
+    """A tree and how it came about. tails: the last tokens up to each node; ranks: what nodes were added by, falling;
+    scores: estimated probabilities of being accepted; contexts: None where nothing was looked up.
     """
 
     token_ids: list[int]
     tails: list[tuple[int, ...]]
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
+    ranks: list[float] = field(default_factory=lambda: [1.0])
     scores: list[float] = field(default_factory=lambda: [1.0])
     labels: list[str] = field(default_factory=lambda: [""])
     contexts: list[Context | None] = field(default_factory=lambda: [None])
     children: list[dict[int, int]] = field(default_factory=lambda: [{}])
 
-    def add(self, parent: int, token_id: int, score: float, max_tail: int) -> int:
+    def add(self, parent: int, token_id: int, rank: float, score: float, max_tail: int) -> int:
         node = len(self.token_ids)
         context = self.contexts[parent]
         assert context is not None, "a node's children come from its context"
@@ -62,6 +66,7 @@ class Grown:
         self.tails.append((*self.tails[parent], token_id)[-max_tail:])
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
+        self.ranks.append(rank)
         self.scores.append(score)
         self.labels.append(context.label(token_id))
         self.contexts.append(None)
@@ -136,9 +141,10 @@ class AdaptiveTrees:
         return state.grown.tree()
 
     def scores(self, sequence: Sequence) -> list[float]:
-        """Of the nodes of its last tree, without the root."""
+        """Of the nodes of its last tree, without the root; nodes that stand in another order than their scores share
+        what they promise together, so that scores fall."""
         grown = self._state(sequence).grown
-        return [] if grown is None else grown.scores[1:]
+        return [] if grown is None else _falling(grown.scores[1:])
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """One `likeliest` over the rows of all accepted paths, one transfer."""
@@ -302,37 +308,57 @@ class AdaptiveTrees:
         return matches, order, source
 
     def grow(self, state: _State, token_ids: list[int], capacity: int, max_depth: int, now: float) -> Grown:
-        """A tree of at most `capacity` nodes, root included. The branch and bound keeps the best scores seen so far:
-        what scores less than all of them can never get in."""
+        """A tree of at most `capacity` nodes, root included. The branch and bound keeps the best ranks seen so far:
+        what ranks below all of them can never get in."""
         grown = Grown([token_ids[-1]], [tuple(token_ids[-self.max_ngram :])])
         room, node = capacity - 1, 0
-        waiting: list[tuple[float, int, int, int]] = []  # (-score, order of arrival, parent, token)
+        waiting: list[tuple[float, int, int, int, float]] = []  # (-rank, order of arrival, parent, token, probability)
         best: list[float] = []
         ticket = itertools.count()
         while True:
             bound = best[0] if len(best) == room else 0.0
-            if grown.depths[node] < max_depth and grown.scores[node] * BEST > bound:
+            if grown.depths[node] < max_depth and grown.ranks[node] * DEEPER > bound:
                 context = grown.contexts[node] = self.context(state, grown, node, now)
-                for token_id, score in self._scored(context, grown.scores[node], bound, room):
-                    heapq.heappush(waiting, (-score, next(ticket), node, token_id))
+                for token_id, rank, likely in self._ranked(context, grown.ranks[node] * DEEPER, bound, room):
+                    heapq.heappush(waiting, (-rank, next(ticket), node, token_id, likely))
                     if len(best) < room:
-                        heapq.heappush(best, score)
-                    elif score > best[0]:
-                        heapq.heapreplace(best, score)
+                        heapq.heappush(best, rank)
+                    elif rank > best[0]:
+                        heapq.heapreplace(best, rank)
             if not waiting or len(grown.token_ids) == capacity:
                 return grown
-            negative, _, parent, token_id = heapq.heappop(waiting)
-            node = grown.add(parent, token_id, -negative, self.max_ngram)
+            negative, _, parent, token_id, likely = heapq.heappop(waiting)
+            score = grown.scores[parent] * min(likely, BEST)
+            node = grown.add(parent, token_id, -negative, score, self.max_ngram)
             if len(grown.token_ids) == capacity:
                 return grown
 
-    def _scored(self, context: Context, score: float, bound: float, most: int) -> list[tuple[int, float]]:
-        """(token, probability of the path to it) of the candidates above the bound, the best so many of them."""
-        least = math.log(bound / (score - bound)) if bound > 0.0 else -math.inf
-        found = [one for one in self.estimates.log_odds(context, least).items() if one[1] > least]
-        if len(found) > most:
-            found = heapq.nlargest(most, found, key=itemgetter(1))
-        return [(token_id, min(score / (1.0 + math.exp(-odds)), score * BEST)) for token_id, odds in found]
+    def _ranked(self, context: Context, rank: float, bound: float, most: int) -> list[tuple[int, float, float]]:
+        """(token, rank, probability at this place) of the candidates above the bound, the best so many of them.
+
+        rank: of a certain one. Each was judged as if it were alone: together they share one.
+        """
+        least = math.log(bound / (rank - bound)) if bound > 0.0 else -math.inf
+        found = [
+            (token_id, 1.0 / (1.0 + math.exp(-odds)))
+            for token_id, odds in self.estimates.log_odds(context, least).items()
+        ]
+        share = rank / max(sum([likely for _, likely in found]), 1.0)
+        ranked = [(token_id, likely * share, likely) for token_id, likely in found if likely * share > bound]
+        return heapq.nlargest(most, ranked, key=itemgetter(1)) if len(ranked) > most else ranked
+
+
+def _falling(scores: list[float]) -> list[float]:
+    """The falling sequence that is nearest, with the same sum: neighbours that rise are replaced by their mean, until
+    none do."""
+    pools: list[tuple[float, int]] = []
+    for score in scores:
+        total, count = score, 1
+        while pools and pools[-1][0] * count <= total * pools[-1][1]:
+            before, size = pools.pop()
+            total, count = total + before, count + size
+        pools.append((total, count))
+    return [total / count for total, count in pools for _ in range(count)]
 
 
 def _record_sources(records: list[tuple[int, Entry]], owner: int) -> list[Source]:

@@ -93,8 +93,8 @@ class ChainArm:
 
     def reading(self, sequences: SequenceOf[Sequence]) -> float:
         """Seconds to show heads what waits for them, each one layer."""
-        below = [(s.table.owed, self.depth(s)) for s in sequences]
-        waiting = sum(len(rows) for owed, depth in below for (_, layer), rows in owed.items() if layer <= depth)
+        below = [(s.table, [reader for reader in s.table.owed if reader[1] <= self.depth(s)]) for s in sequences]
+        waiting = sum(table.num_owed(reader) for table, readers in below for reader in readers)
         seconds = self.model_cost.seconds(waiting, share=1.0 / self.model.num_layers, unembedded=False)
         return float(seconds) if waiting else 0.0
 

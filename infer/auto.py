@@ -54,7 +54,8 @@ class _Step:
     """What was decided for the pass under way.
 
     plain: seconds that it would take without a draft, what is learned from it included. overhead: spent on growing
-    trees. expected, accepted: tokens of trees, for what their probabilities are worth.
+    trees. expected, accepted: tokens of trees, for what their probabilities are worth. top: the rate of the best
+    choice, tokens a second. caught_up: how often heads had read late before the pass.
     """
 
     load: Load
@@ -69,6 +70,8 @@ class _Step:
     drafted_for: frozenset[int] = frozenset()
     is_probe: bool = False
     emitted: int = 0
+    top: float = 0.0
+    caught_up: int = 0
 
 
 class AutoDrafter(Drafter):
@@ -108,7 +111,7 @@ class AutoDrafter(Drafter):
         self._growth = self._reading = 0.0  # seconds by a node, and by a text whose rows trees learn from
         self._steps = 0
         self._probe: tuple[ChainArm, int] | None = None
-        self._plans: dict[ChainArm, tuple[int, Load, ChainPlan]] = {}  # and when, under which load, they were made
+        self._plans: dict[ChainArm, tuple[int, object, ChainPlan]] = {}  # when they were made, for which texts
         self._served = self._probing = 0.0
         self._observing = self._own = 0.0
         self._step: _Step | None = None
@@ -181,7 +184,11 @@ class AutoDrafter(Drafter):
         try:
             return self._decide(sequences, step)
         finally:
+            step.caught_up = self._caught_up()
             self._own += self.clock() - started
+
+    def _caught_up(self) -> int:
+        return sum(exits.num_caught_up for exits in self.exits)
 
     def _grow(self, sequences: SequenceOf[Sequence]) -> dict[int, _Grown]:
         """Trees of the sequences that it has paid for, or that it is time to try again for."""
@@ -248,8 +255,8 @@ class AutoDrafter(Drafter):
 
         first = max(self.arms, key=rate)
         best = None if rate(first) <= MARGIN * trees.rate else first
-        top = max(rate(first), trees.rate)
-        lost = {arm: plans[arm].seconds - emitted(arm) / top for arm in self.arms}
+        step.top = max(rate(first), trees.rate)
+        lost = {arm: plans[arm].seconds - emitted(arm) / step.top for arm in self.arms}
         losses = {arm: PROBE_STEPS * lost[arm] + plans[arm].reading for arm in self.arms}
         probed = self._probed(best, losses)
         step.is_probe = probed is not None
@@ -261,12 +268,13 @@ class AutoDrafter(Drafter):
 
     def _plan(self, arm: ChainArm, allowed: list[Sequence], step: _Step) -> ChainPlan:
         """What the arm would do: weighed at every step while it is in use, else every few, and as texts come or go."""
+        texts = step.load.sequences, tuple(sequence.sequence_id for sequence in allowed)
         if arm in self._plans:
-            made, load, plan = self._plans[arm]
-            if self._steps < made + WEIGHED_EVERY and load.sequences == step.load.sequences:
-                return plan
+            made, of, plan = self._plans[arm]
+            if self._steps < made + WEIGHED_EVERY and of == texts:
+                return replace(plan, reading=arm.reading(allowed))
         plan = arm.best(allowed, step.load, step.overhead + self._observing)
-        self._plans[arm] = self._steps, step.load, plan
+        self._plans[arm] = self._steps, texts, plan
         return plan
 
     def _probed(self, best: ChainArm | None, losses: dict[ChainArm, float]) -> ChainArm | None:
@@ -397,8 +405,9 @@ class AutoDrafter(Drafter):
         if step is None:
             return
         if step.is_probe:
-            rate = step.load.sequences / step.plain if step.plain else 0.0
-            self._probing += max(seconds - step.emitted / rate, 0.0) if rate else seconds
+            self._probing += max(seconds - step.emitted / step.top, 0.0)
+        if step.caught_up != self._caught_up():
+            return  # heads have read what was much by now: no step's own price
         if step.load.sequences != sequences or step.load.tokens + step.nodes != new_tokens:
             return  # a pass with prompts in it, or with texts that others draft for
         if step.arm is None:

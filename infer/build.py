@@ -277,6 +277,8 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
         raise ValueError(
             f"attention must be sdpa for method auto, whose measurements are of it, got {options.attention!r}"
         )
+    if AUTO in methods and options.cuda_graphs:
+        raise ValueError("cuda_graphs must be left out for method auto, whose measurements are of passes without")
     if options.cuda_graphs and options.attention != "sdpa":
         raise ValueError(f"attention must be sdpa with cuda_graphs, got {options.attention!r}")
     if options.bundle is not None and not any(method in EXIT_DRAFTERS for method in drafting):
@@ -516,8 +518,9 @@ def _exits(prepared: Prepared, model: LayeredModel) -> EarlyExits:
     from ..modules.exit_heads import ExitHeads
     from .exits import EarlyExits, HeadExits
 
-    if prepared.bundle is None or prepared.exits is None:
+    if prepared.bundle is None:
         return EarlyExits()
+    assert prepared.exits is not None, "prepare() plans them for a bundle"
     return HeadExits(ExitHeads.from_bundle(prepared.bundle, model), prepared.exits.acceptance)
 
 

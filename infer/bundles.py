@@ -45,15 +45,18 @@ def tried_acceptance(bundle: HeadBundle) -> dict[int, float]:
     """By layer, how often a draft was accepted given that all before it were, in the trial that `speclight export` made
     and wrote into the bundle's card; empty without one.
 
-    Its chains are of two tokens, so a pass emits 1 + a + a^2 in the mean. Raises ValueError for a card that tells of a
-    trial in another way.
+    Its chains are of two tokens, so a pass emits 1 + a + a^2 in the mean, and says nothing where there was none. Raises
+    ValueError for a card that tells of a trial in another way.
     """
+    trial = bundle.card.get("trial") or {}
     try:
-        exits = bundle.card.get("trial", {}).get("exits", {})
-        mats = {int(layer): float(found["mat"]) for layer, found in exits.items()}
+        mats = {int(layer): float(found["mat"]) for layer, found in trial.get("exits", {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"bundle's card must tell of its trial as `speclight export` does, got {error!r}") from error
-    return {layer: (math.sqrt(max(4.0 * mat - 3.0, 1.0)) - 1.0) / 2.0 for layer, mat in mats.items()}
+    for layer, mat in mats.items():
+        if not (1.0 <= mat <= 3.0 or mat == 0.0):
+            raise ValueError(f"bundle's card must tell of trials of two drafts, mat 1 to 3; exit {layer} has {mat}")
+    return {layer: (math.sqrt(4.0 * mat - 3.0) - 1.0) / 2.0 for layer, mat in mats.items() if mat}
 
 
 def default_exits(exits: EarlyExits) -> tuple[int, int]:

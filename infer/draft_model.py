@@ -96,9 +96,9 @@ class DraftModelDrafter(Drafter):
         self._states: dict[int, _State] = {}
 
     def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
-        if model.graphs is not None:
-            self.model.record_passes(self.cache, model.graphs.record)
         """Draft only ids that both vocabularies have: they may be padded to different sizes."""
+        if model.graphs is not None and model is not self.model:
+            self.model.record_passes(self.cache, model.graphs.record)
         self.vocab_size = min(model.vocab_size, self.model.vocab_size)
 
     def default_draft_tokens(self) -> int:

@@ -64,9 +64,15 @@ class _Step:
     distances: list[float] = field(default_factory=list)
     kept: dict[Tap, Tensor] = field(default_factory=dict)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.scheduled.num_tokens + (0 if self.tree is None else self.tree.num_drafted)
+    def owe(self, offsets: list[int]) -> None:
+        """Let those of its new tokens that were committed wait for the heads that read late. offsets: theirs."""
+        num_tokens = self.scheduled.num_tokens + (0 if self.tree is None else self.tree.num_drafted)
+        for tap, rows in self.kept.items():
+            first = num_tokens - len(rows)
+            chosen = [offset - first for offset in offsets if offset >= first]
+            in_order = chosen == list(range(len(chosen)))
+            found = rows[: len(chosen)].clone() if in_order else rows[chosen]  # a chain's without asking the device
+            tap.exits.owe(tap.layer, self.scheduled.sequence.table, found)
 
     @property
     def item(self) -> BatchItem:
@@ -331,7 +337,6 @@ class Engine:
         Tokens that a drafter has run through the first layers join where it stopped: each token passes each layer once.
         """
         shares = [self._share(step) for step in steps]
-        catch_up(((sequence.table, sequence.taps) for sequence in (s.scheduled.sequence for s in steps)), MOST_OWED)
         ran = run_segments(self.model, self.cache, shares, batch, self.model.num_layers)
         work = {"full": ran.layer_tokens, "prefill": ran.prefill_layer_tokens, "passes": ran.layer_passes}
         self.stats.record_work(work)
@@ -455,11 +460,12 @@ class Engine:
                 offsets += [count - 1 + node for node in verdict.path[1 : accepted + 1]]
             kept.append((sequence.table, offsets))
         self.cache.commit(kept)
-        for step, (table, offsets) in zip(steps, kept, strict=True):
-            for tap, rows in step.kept.items():
-                first = step.num_tokens - len(rows)
-                tap.exits.owe(tap.layer, table, rows[[offset - first for offset in offsets if offset >= first]])
-            self.cache.index_full_blocks(table, step.scheduled.sequence.token_ids)
+        for step, (_, offsets) in zip(steps, kept, strict=True):
+            step.owe(offsets)
+        for step in steps:  # prompts at once, so that others can find them; what is emitted once it is much
+            sequence = step.scheduled.sequence
+            catch_up([(sequence.table, sequence.taps)], 1 if step.scheduled.num_tokens > 1 else MOST_OWED)
+            self.cache.index_full_blocks(sequence.table, sequence.token_ids)
         return [self._chunk(sequence, text, token_ids) for sequence, text, token_ids in emitted]
 
     def _emit_or_end(self, step: _Step, verdict: Verdict, rows: Tensor) -> tuple[str, list[int]]:

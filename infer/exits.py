@@ -67,6 +67,7 @@ class EarlyExits:
     acceptance: by layer, how often a draft that follows accepted ones was accepted where these exits were tried.
     layers: those that have a head, None for all. context_layers: those whose head reads context. num_layers: the
     model's, known from `attach` on.
+    num_caught_up: times that `catch_up` had something to read.
     work: what was done since `take_work`: layer-tokens, that is tokens times layers, that drafters have run ("draft",
     "intermediate", and "prefill" for what was pending before a root), layers that they have run one after another
     ("passes"), and tokens through heads ("head").
@@ -79,6 +80,7 @@ class EarlyExits:
 
     def __init__(self) -> None:
         self.work: Counter[str] = Counter()
+        self.num_caught_up = 0
 
     def attach(self, model: LayeredModel, cache: PagedKVCache, cache_layer: int) -> None:
         """Called once by the engine, before drafters are attached. The layers of the cache from `cache_layer` on, as
@@ -113,20 +115,22 @@ class EarlyExits:
 
     def owe(self, layer: int, table: CacheTable, rows: Tensor) -> None:
         """Tokens that have just been committed to a table wait for a head. rows: [tokens, hidden] after its layer."""
-        before = table.owed.get((self, layer))
-        table.owed[self, layer] = rows if before is None else torch.cat([before, rows])
+        if len(rows):
+            table.owed.setdefault((self, layer), []).append(rows)
 
     def catch_up(self, layer: int, tables: SequenceOf[CacheTable], least: int) -> None:
         """See the function."""
-        late = [table for table in tables if len(table.owed.get((self, layer), ())) >= least]
+        late = [(table, count) for table in tables if (count := table.num_owed((self, layer))) >= least]
         if not late:
             return
-        rows = [table.owed.pop((self, layer)) for table in late]
+        self.num_caught_up += 1
+        rows = [part for table, _ in late for part in table.owed[self, layer]]
         items = [  # a head reads states: which tokens they are of is not asked
-            BatchItem([0] * len(states), table.length - len(states), table.blocks)
-            for table, states in zip(late, rows, strict=True)
+            BatchItem([0] * count, table.length - count, table.blocks) for table, count in late
         ]
         self.tap(layer, torch.cat(rows), RaggedBatch.build(items, self.cache.block_size, self.model.device))
+        for table, _ in late:  # not before: where reading fails they still wait
+            del table.owed[self, layer]
 
     def take_work(self) -> Counter[str]:
         work, self.work = self.work, Counter()

@@ -32,8 +32,8 @@ class CacheTable:
     namespace: anything hashable; tables share contents within one. length: committed tokens, whose keys and values are
         valid in every layer of the model.
     num_indexed: leading blocks that are known to the prefix index; content: the id of the last of them.
-    owed: where a layer that is not the model's own (a head's) has yet to see the last committed tokens, the states,
-        [rows, hidden], that it will be shown. No block of these tokens becomes findable.
+    owed: where a layer that is not the model's own (a head's) has yet to see the last committed tokens, the states
+        that it will be shown, [rows, hidden] in parts. No block of these tokens becomes findable.
     """
 
     namespace: object = ""
@@ -41,12 +41,15 @@ class CacheTable:
     length: int = 0
     num_indexed: int = 0
     content: object = None
-    owed: dict[tuple[Hashable, int], Tensor] = field(default_factory=dict)
+    owed: dict[tuple[Hashable, int], list[Tensor]] = field(default_factory=dict)
+
+    def num_owed(self, reader: tuple[Hashable, int]) -> int:
+        return sum(map(len, self.owed.get(reader, ())))
 
     @property
     def num_complete(self) -> int:
         """Leading tokens whose keys and values are there in every layer, of heads too."""
-        return self.length - max((len(rows) for rows in self.owed.values()), default=0)
+        return self.length - max(map(self.num_owed, self.owed), default=0)
 
     def __post_init__(self) -> None:
         self.content = self.content or ("namespace", self.namespace)

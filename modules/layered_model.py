@@ -201,8 +201,11 @@ class LayeredModel(nn.Module):
     def record_passes(self, cache: PagedKVCache, record: Recorder | None = None) -> None:
         """From now on passes of few tokens over this cache are recorded, and run from their recordings.
 
-        record: None: as CUDA graphs. Raises ValueError for attention that cannot be recorded.
+        record: None: as CUDA graphs. Raises ValueError for attention that cannot be recorded, and where graphs are wanted
+        of a model that is not on a CUDA device.
         """
+        if record is None and self.device.type != "cuda":
+            raise ValueError(f"cuda_graphs needs a model on a CUDA device, this one is on {self.device}")
         if self.attention is not paged_attention:
             raise ValueError("passes can be recorded with the reference attention only")
         self.graphs = Graphs(self, cache, record)
@@ -229,8 +232,8 @@ class LayeredModel(nn.Module):
         Writes the new tokens' keys and values of those layers into their slots. `run(run(h, a), b)` over adjacent
         ranges equals one run over both, bit for bit. cache None: tokens see only the batch's own (training, scoring).
         """
-        if self.graphs is not None and self.graphs.cache is cache:
-            return self.graphs.run(hidden, batch, start, stop)
+        if self.graphs is not None and cache is not None and self.graphs.is_over(cache):
+            return self.graphs.run(hidden, batch, cache, start, stop)
         return self.run_kernels(hidden, batch, cache, start, stop)
 
     def run_kernels(

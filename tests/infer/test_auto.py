@@ -13,8 +13,8 @@ from checkpoint import save_tiny
 from heads import random_exits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speclight.infer.arms import ChainArm, ChainPlan, HiSpecArm, arm_of
-from speclight.infer.auto import AutoDrafter
+from speclight.infer.arms import ChainArm, ChainPlan, HiSpecArm, Load, arm_of
+from speclight.infer.auto import AutoDrafter, _Step
 from speclight.infer.bench import parse_methods
 from speclight.infer.build import (
     EarlyExitOptions,
@@ -419,6 +419,8 @@ def test_a_seeded_text_is_that_of_plain_decoding(batch):
 
 def test_seeded_neighbours_do_not_keep_others_from_chains():
     drafter = loaded("all")
+    for arm in drafter.arms:
+        arm.best = lambda *_: ChainPlan(2, 9.0, 0.001, inner=1)
     engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
     seeded = GenerationParams(max_new_tokens=60, temperature=0.9, seed=1)
     texts = [list(one) for one in crowd()[:2]]
@@ -500,6 +502,8 @@ def test_the_estimates_of_trees_fall_and_belong_to_their_nodes():
     ((tree, scores),) = trees.scored([sequence])
     assert len(scores) == tree.num_drafted > 3
     assert list(scores) == sorted(scores, reverse=True) and 0.0 < min(scores) <= max(scores) < 1.0
+    grown = trees._trees._state(sequence).grown
+    assert sum(scores) == pytest.approx(sum(grown.scores[1:])) and list(grown.ranks) == sorted(grown.ranks)[::-1]
     with pytest.raises(ValueError, match="tree must be 'adaptive'"):
         LogitSpecDrafter(tree="paper").scored([sequence])
 
@@ -543,6 +547,7 @@ def test_it_draws_on_what_something_is_given_for(model):
         ({"early_exit": EarlyExitOptions(layer=99)}, "early_exit.layer must be"),
         ({"draft_model": "nowhere"}, "nowhere"),
         ({"attention": "flex"}, "attention must be sdpa for method auto, whose measurements are of it, got 'flex'"),
+        ({"cuda_graphs": True}, "cuda_graphs must be left out for method auto"),
     ],
 )
 def test_what_it_cannot_use_is_refused_before_weights_are_read(model, given, message):
@@ -615,6 +620,36 @@ def test_a_chain_must_promise_clearly_more_than_trees(seconds, chosen):
     assert (arm.last_used > 0) == chosen
 
 
+def test_plans_are_made_anew_when_other_texts_are_drafted_for_and_reading_is_always_priced():
+    """One text of two may be drafted for by chains, then the other too: fails if the plan of one is taken for both."""
+    drafter = AutoDrafter(LogitSpecDrafter(), [EarlyExitDrafter(1)], cost=CostModel(CHEAP))
+    engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
+    (arm,) = drafter.arms
+    arm.next_probe, asked = 10**6, []
+    arm.best = lambda sequences, *_: asked.append(len(sequences)) or ChainPlan(1, 1.0, 1.0)
+    arm.reading = lambda sequences: 7.0
+    engine.add(PROMPTS[0], GenerationParams(max_new_tokens=40))
+    engine.add(PROMPTS[1], GenerationParams(max_new_tokens=4, temperature=1.0, seed=1))
+    for _ in range(5):
+        engine.step()
+    engine.add(PROMPTS[2], GenerationParams(max_new_tokens=40))
+    for _ in range(8):
+        engine.step()
+    assert asked[0] == 1 and set(asked) == {1, 2} and len(asked) <= 5
+    assert drafter._plan(arm, list(engine.scheduler.running), drafter._step or _Step(Load(2, 2, 9))).reading == 7.0
+
+
+def test_a_probe_is_charged_with_what_it_lost_against_the_best():
+    """Trees bring two tokens a step: a chain that brings one in the same time has lost half a step."""
+    clock = Clock()
+    trees = ScriptedTrees(clock, long_texts(), right=True)
+    drafter = Timed(trees, [ScriptedArm(ScriptedChain(clock, long_texts(), False))], clock=clock, real=CHEAP)
+    step = _Step(Load(1, 1, 9), plain=0.04, top=50.0, is_probe=True, emitted=1)
+    drafter._step = step
+    AutoDrafter.timed(drafter, 0.04, 1, 2)
+    assert drafter._probing == pytest.approx(0.02)
+
+
 def test_a_chain_is_tried_only_when_that_is_a_small_part_of_the_time_so_far():
     """Three steps that lose 12 ms each are one percent of 3.6 s, 90 steps of 40 ms; the wait alone is 32."""
     clock = Clock()
@@ -635,10 +670,13 @@ def test_what_waits_for_heads_is_part_of_a_plan_and_of_what_its_step_may_take():
     engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
     (arm,) = drafter.arms
     engine.add(PROMPTS[0], GenerationParams(max_new_tokens=40))
-    engine.step()
+    arm.next_probe, arm.best = 10**6, lambda *_: ChainPlan(1, 1.0, 1.0)
+    for _ in range(5):
+        engine.step()
     (sequence,) = engine.scheduler.running
-    layer = float(CostModel(CHEAP).seconds(len(PROMPTS[0]), share=0.25, unembedded=False))
-    assert arm.reading([sequence]) == pytest.approx(layer)
+    waiting = sequence.table.length - len(PROMPTS[0])  # its prompt was read in the pass that ran it
+    layer = float(drafter.cost.seconds(waiting, share=0.25, unembedded=False))
+    assert waiting >= 4 and arm.reading([sequence]) == pytest.approx(layer)
     arm.timed(ChainPlan(1, 1.0, 0.04, reading=0.01), 0.05)
     assert arm.slowness == pytest.approx(1.0)
     exits.catch_up(1, [sequence.table], 1)

@@ -20,7 +20,7 @@ from heads import KEPT, random_exits, random_heads
 from speclight.infer import Engine, GenerationParams, LogitSpecDrafter
 from speclight.infer.auto import AutoDrafter
 from speclight.infer.build import EarlyExitOptions, EngineOptions, HiSpecOptions, build_engine, prepare
-from speclight.infer.bundles import base_fingerprint
+from speclight.infer.bundles import base_fingerprint, tried_acceptance
 from speclight.infer.cli import main
 from speclight.infer.compare import next_logits
 from speclight.infer.cost_model import Calibration, CostModel
@@ -142,7 +142,7 @@ def in_turn(early_exit: EarlyExitDrafter, hispec: HierarchicalDrafter) -> InTurn
     return InTurn(LogitSpecDrafter(k=8, capacity=6), [early_exit, hispec], bound=6, cost=cost, clock=lambda: 0.0)
 
 
-@pytest.mark.parametrize("most", [1, 7, 64])
+@pytest.mark.parametrize("most", [3, 7, 64])
 def test_heads_that_read_late_predict_what_one_pass_over_the_text_would(most, monkeypatch):
     """Under auto tokens wait for heads; fails if one is lost, doubled or out of order when they wake, behind rejected
     trees, chains of another exit, preemption, chunked prefill and prefix hits."""
@@ -249,6 +249,46 @@ def test_no_token_passes_a_layer_or_a_head_twice_and_none_is_left_out(inner):
     assert (stats.draft_layer_tokens > 0) == (inner == "early-exit")
 
 
+def test_where_reading_late_fails_tokens_go_on_waiting(caplog):
+    """A head that could not read once has no hole afterwards, and no block is findable that it has not read."""
+    exits = random_exits("block", (1, 3))
+    alone, inner = WatchedDraft(3, 2, exits=exits), WatchedDraft(1, 2, exits=exits)
+    one = WatchedWindow(inner, 3, 4, exits=exits)
+    one.seen = alone.seen = inner.seen = seen = []
+    model = tiny_lm(fast=False).requires_grad_(False)
+    engine = engine_with(in_turn(alone, one), model=model, block_size=4, strict=False)
+    engine.add(PROMPTS[0], GenerationParams(max_new_tokens=60))
+    engine.step()
+    tap, failed = exits.tap, []
+
+    def failing_tap(layer, hidden, batch):
+        if not failed:
+            failed.append(layer)
+            raise RuntimeError("out of memory")
+        tap(layer, hidden, batch)
+
+    exits.tap = failing_tap
+    while engine.has_work:
+        engine.step()
+        engine.check_invariants()
+    assert failed and len(seen) >= 4
+    for layer, token_ids, row in seen:
+        torch.testing.assert_close(row, whole_text_logits(layer, token_ids), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("length", [50, 120])
+def test_texts_of_one_prompt_share_it_under_auto_with_heads(length):
+    """The first text's prompt is read by the heads in the pass that ran it, so that the others find it."""
+    exits = random_exits("block", (1, 3))
+    engine = engine_with(in_turn(EarlyExitDrafter(1, exits=exits), hispec(exits)), model=tiny_lm())
+    prompt = [(7 * place + 3) % 90 for place in range(length)]
+    done = engine.generate([prompt], GenerationParams(max_new_tokens=3, temperature=1.0, n=4))
+    shared = (length - 1) // 16 * 16
+    assert [one.stats.cached_tokens for one in done] == [0, shared, shared, shared]
+    (again,) = engine.generate([prompt], GenerationParams(max_new_tokens=1))
+    assert again.stats.cached_tokens == shared
+
+
 def test_a_head_that_reads_late_sees_each_token_once_and_only_when_it_is_used():
     """Until a chain is tried nothing passes a head but what many tokens wait for; then all of them, each once."""
     exits = random_exits("block", (1, 3), None)
@@ -256,8 +296,11 @@ def test_a_head_that_reads_late_sees_each_token_once_and_only_when_it_is_used():
     passages = Passages(engine, exits)
     engine.add(PROMPTS[0], GenerationParams(max_new_tokens=40))
     (text,) = engine.scheduler.waiting
-    heads, before = ("head 1", "head 3"), [0, 0]
-    for step in range(1, 23):
+    engine.step()
+    heads = ("head 1", "head 3")
+    before = [sum(place == head for _, place in passages.counts) for head in heads]
+    assert before == [len(PROMPTS[0])] * 2, "prompts are read at once"
+    for step in range(2, 23):
         engine.step()
         drafts = engine.drafters["auto"]._steps % 11
         passed = [sum(place == head for _, place in passages.counts) for head in heads]
@@ -514,6 +557,14 @@ def test_what_a_bundle_was_worth_in_its_trial_is_known_to_who_chooses_drafters(c
     assert build_engine(prepare(options(checkpoint, bundle), ["auto"])).exits[0].acceptance == {}
     with pytest.raises(ValueError, match="card must tell of its trial"):
         prepare(options(checkpoint, tmp_path / "wrong"), ["auto"])
+    for mat, found in ((9.0, None), (0.5, None), (0.0, {}), (1.39, {1: 0.3})):  # 0: nothing was drafted
+        told = replace(written, card={"trial": {"exits": {"1": {"mat": mat}}}})
+        if found is not None:
+            assert tried_acceptance(told) == pytest.approx(found)
+            continue
+        with pytest.raises(ValueError, match="trials of two drafts, mat 1 to 3; exit 1 has"):
+            tried_acceptance(told)
+    assert tried_acceptance(replace(written, card={"trial": None})) == {}
 
 
 def run_command(capsys, *arguments) -> tuple[int, str]:

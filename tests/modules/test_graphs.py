@@ -152,13 +152,16 @@ def test_passes_that_would_be_mostly_padding_and_long_ones_are_left():
     assert shape == (2, 6, 256, 1, 3)
 
 
-@pytest.mark.parametrize("fault", ["raises", "differs", "asks"])
+@pytest.mark.parametrize("fault", ["raises", "differs", "asks", "stale"])
 def test_a_recording_that_fails_or_differs_turns_recording_off_and_changes_no_text(fault, caplog):
     def record(function):
         if fault == "raises":
             raise RuntimeError("out of memory")
         if fault == "differs":
             return lambda: function() + 1.0
+        if fault == "stale":  # nothing was recorded: it ran at once
+            output = function()
+            return lambda: output
         return record_on_tape(lambda: function() * float(function().sum() > 0))
 
     params = GenerationParams(max_new_tokens=20)
@@ -184,18 +187,28 @@ def test_recordings_are_bounded_and_the_least_used_goes(monkeypatch):
             batch = RaggedBatch.build([BatchItem([5] * tokens, 0, [0])], BLOCK)
             model.run(model.embed(batch), batch, cache, 0, 4)
     assert [shape.tokens for shape in model.graphs.recordings] == [3, 1, 4] and MOST_RECORDINGS > 3
+    for _ in range(SEEN_BEFORE):  # what has gone is recorded again only when it is common again
+        batch = RaggedBatch.build([BatchItem([5] * 2, 0, [0])], BLOCK)
+        model.run(model.embed(batch), batch, cache, 0, 4)
+    assert [shape.tokens for shape in model.graphs.recordings] == [3, 1, 4]
 
 
 def test_other_caches_and_passes_with_gradients_are_not_recorded():
     model = tiny_lm(fast=False).requires_grad_(False)
     cache, other = model.new_cache(8, BLOCK), model.new_cache(8, BLOCK)
     model.record_passes(cache, record_on_tape)
-    for one, mode in ((other, torch.no_grad()), (cache, torch.enable_grad())):
+    for one, mode in ((other, torch.inference_mode()), (cache, torch.no_grad()), (cache, torch.enable_grad())):
         for _ in range(SEEN_BEFORE + 2):
             batch = RaggedBatch.build([BatchItem([5], 0, [0])], BLOCK)
             with mode:
                 model.run(model.embed(batch), batch, one, 0, 4)
     assert not model.graphs.recordings
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the engine would have its graphs")
+def test_without_a_gpu_an_engine_refuses_graphs():
+    with pytest.raises(ValueError, match="CUDA device, this one is on cpu"):
+        Engine(tiny_lm(), num_blocks=10, cuda_graphs=True)
 
 
 def test_attention_that_cannot_be_recorded_is_refused():
@@ -210,9 +223,11 @@ def test_attention_that_cannot_be_recorded_is_refused():
 def test_on_a_gpu_texts_are_those_without_graphs(name):
     params, texts = GenerationParams(max_new_tokens=60), []
     for recorded in (False, True):
-        model, own = LayeredModel(hf_tiny().cuda()), drafters("ar" if name == "draft-model" else name)
+        model, own = LayeredModel(hf_tiny().cuda()), drafters(name) if name in ("ar", "logitspec") else []
         if name == "draft-model":
             own = [DraftModelDrafter(LayeredModel(hf_tiny(seed=1).cuda()), num_blocks=100)]
+        if name == "hispec":
+            own = [HierarchicalDrafter(EarlyExitDrafter(1), 3)]
         method = own[0].name if own else "ar"
         engine = Engine(model, drafters=own, default_method=method, num_blocks=200, cuda_graphs=recorded, strict=True)
         texts.append([done.token_ids for done in engine.generate(PROMPTS, params)])
