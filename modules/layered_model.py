@@ -201,8 +201,8 @@ class LayeredModel(nn.Module):
     def record_passes(self, cache: PagedKVCache, record: Recorder | None = None) -> None:
         """From now on passes of few tokens over this cache are recorded, and run from their recordings.
 
-        record: None: as CUDA graphs. Raises ValueError for attention that cannot be recorded, and where graphs are wanted
-        of a model that is not on a CUDA device.
+        record: None: as CUDA graphs. Raises ValueError for attention that cannot be recorded, and for graphs of a model
+        that is not on a CUDA device.
         """
         if record is None and self.device.type != "cuda":
             raise ValueError(f"cuda_graphs needs a model on a CUDA device, this one is on {self.device}")
