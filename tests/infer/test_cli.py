@@ -330,9 +330,9 @@ def test_an_engine_is_built_for_every_method(model: str, method: str) -> None:
 
 def test_the_model_and_a_draft_model_attend_as_asked(model: str) -> None:
     with pytest.raises(ValueError, match="attention must be sdpa with cuda_graphs, got 'flex'"):
-        prepare(EngineOptions(model=model, attention="flex", cuda_graphs=True), ["ar"])
+        build.prepare(EngineOptions(model=model, attention="flex", cuda_graphs=True), ["ar"])
     with pytest.raises(ValueError, match="cuda_graphs needs device cuda, this is 'cpu'"):
-        prepare(EngineOptions(model=model, device="cpu", cuda_graphs=True), ["ar"])
+        build.prepare(EngineOptions(model=model, device="cpu", cuda_graphs=True), ["ar"])
     options = EngineOptions(model=model, draft_model=model, attention="flex", block_size=4, kv_memory=0.001)
     engine = build.build_engine(build.prepare(options, ["draft-model"]))
     assert engine.model.attention is engine.drafters["draft-model"].model.attention is flex_paged_attention
