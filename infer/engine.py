@@ -462,11 +462,17 @@ class Engine:
         self.cache.commit(kept)
         for step, (_, offsets) in zip(steps, kept, strict=True):
             step.owe(offsets)
-        for step in steps:  # prompts at once, so that others can find them; what is emitted once it is much
+        self._let_heads_read([step.scheduled for step in steps if step.kept])
+        for step in steps:
             sequence = step.scheduled.sequence
-            catch_up([(sequence.table, sequence.taps)], 1 if step.scheduled.num_tokens > 1 else MOST_OWED)
             self.cache.index_full_blocks(sequence.table, sequence.token_ids)
         return [self._chunk(sequence, text, token_ids) for sequence, text, token_ids in emitted]
+
+    def _let_heads_read(self, late: list[Scheduled]) -> None:
+        """What waits for heads: prompts at once, so that other texts can find them; what is emitted once it is much."""
+        for is_prompt, least in ((True, 1), (False, MOST_OWED)):
+            some = [one.sequence for one in late if (one.num_tokens > 1) == is_prompt]
+            catch_up(((sequence.table, sequence.taps) for sequence in some), least)
 
     def _emit_or_end(self, step: _Step, verdict: Verdict, rows: Tensor) -> tuple[str, list[int]]:
         """`_emit`; what goes wrong in it, in making text for example, ends this sequence and no other."""

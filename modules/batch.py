@@ -86,6 +86,10 @@ class AttentionGroup:
     key_positions: Int[Tensor, "seqs keys"]
     masks: dict[tuple[int | None, torch.dtype, int], Tensor | None] = field(default_factory=dict)
 
+    def sees_all(self, seen: Tensor) -> bool:
+        """Whether no mask is needed."""
+        return bool(seen.all())
+
     def mask(self, window: int | None, dtype: torch.dtype, repeat: int) -> Tensor | None:
         """[seqs, 1, queries * repeat, keys] additive mask, each query row `repeat` times; made once per pass."""
         key = (window, dtype, repeat)
@@ -93,7 +97,7 @@ class AttentionGroup:
             seen = self.visible
             if window is not None:
                 seen = seen & (self.query_positions[:, :, None] - self.key_positions[:, None, :] < window)
-            if bool(seen.all()):
+            if self.sees_all(seen):
                 self.masks[key] = None
             else:
                 mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)

@@ -69,18 +69,10 @@ class Padded(NamedTuple):
 
 @dataclass
 class FixedGroup(AttentionGroup):
-    """A group whose masks are made from what lies in its tensors each time, without asking the device anything."""
+    """A group that always has a mask: whether one is needed would have to be asked of the device."""
 
-    def mask(self, window: int | None, dtype: torch.dtype, repeat: int) -> Tensor:
-        key = (window, dtype, repeat)
-        found = self.masks.get(key)
-        if found is None:
-            seen = self.visible
-            if window is not None:
-                seen = seen & (self.query_positions[:, :, None] - self.key_positions[:, None, :] < window)
-            found = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-            self.masks[key] = found = found.repeat_interleave(repeat, dim=1).unsqueeze(1)
-        return found
+    def sees_all(self, seen: Tensor) -> bool:
+        return False
 
 
 @dataclass
