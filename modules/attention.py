@@ -1,8 +1,9 @@
 """Attention over a ragged batch and a paged cache, behind one signature.
 
-The reference is torch's SDPA over gathered keys, one padded call per group of sequences. Query heads that share a key
-head are folded into the query axis, which on CPUs is several times faster than expanding or `enable_gqa`, and gathering
-costs little beside it. Soft-capped logits (Gemma 2) have no SDPA form and are computed by hand.
+The reference is torch's SDPA over gathered keys, one padded call per group of sequences, or several for long prompts.
+Query heads that share a key head are folded into the query axis, which on CPUs is several times faster than expanding
+or `enable_gqa`, and gathering costs little beside it. Soft-capped logits (Gemma 2) have no SDPA form and are computed
+by hand.
 """
 
 from __future__ import annotations
@@ -76,15 +77,24 @@ def _attend(
     folded = query.view(seqs, queries, kv_heads, fold, head_dim).transpose(1, 2)
     folded = folded.reshape(seqs, kv_heads, queries * fold, head_dim)
     k, v = _read(keys, group), _read(values, group)
-    mask = group.mask(window, query.dtype, fold)
-    if softcap is None:
-        read = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling)
-    else:
-        scores = torch.tanh(folded @ k.transpose(2, 3) * (scaling / softcap)) * softcap
-        scores = scores if mask is None else scores + mask
-        read = torch.softmax(scores, dim=-1, dtype=_softmax_dtype(scores)).to(v.dtype) @ v
+    reads = [
+        _attend_part(folded[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], part.mask, scaling, softcap)
+        for part in group.parts(window, query.dtype, fold)
+    ]
+    read = reads[0] if len(reads) == 1 else torch.cat(reads, dim=2)
     read = read.view(seqs, kv_heads, queries, fold, head_dim).transpose(1, 2)
     return read.reshape(seqs * queries, kv_heads * fold, head_dim)
+
+
+def _attend_part(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> Tensor:
+    """[seqs, heads, rows, head_dim] what the rows read from all of these keys, but for the mask."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    scores = torch.tanh(query @ keys.transpose(2, 3) * (scaling / softcap)) * softcap
+    scores = scores if mask is None else scores + mask
+    return torch.softmax(scores, dim=-1, dtype=_softmax_dtype(scores)).to(values.dtype) @ values
 
 
 def _read(stored: Tensor, group: AttentionGroup) -> Tensor:

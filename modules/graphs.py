@@ -95,7 +95,7 @@ class Recording:
 
     def forget(self) -> None:
         """What a pass makes of the tensors above, so that the next makes it anew."""
-        self.group.masks.clear()
+        self.group.plans.clear()
         self.batch.rotary.clear()
 
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .attention import Attention, paged_attention
 from .batch import RaggedBatch
-from .fast import FastLinear, fast_norm, layer_window, signed_halves, speed_up
+from .fast import FastLinear, fast_norm, layer_window, pad_rows, rows_of_passes, signed_halves, speed_up
 from .graphs import Graphs, Recorder
 from .kv_cache import PagedKVCache
 
@@ -126,6 +126,8 @@ class LayeredModel(nn.Module):
     """
 
     is_fast: bool = False
+    least_rows: int = 0
+    """Rows that passes are padded to where fewer take longer; see `fast.FEW_ROWS`."""
     graphs: Graphs | None = None
     """Recordings of passes over one cache; see `record_passes`."""
 
@@ -144,6 +146,7 @@ class LayeredModel(nn.Module):
         if fast:
             self.requires_grad_(False).eval()
             speed_up(decoder.layers)
+            self.least_rows = rows_of_passes(decoder.layers)
             self.head = FastLinear([self.head])
             self.norm = fast_norm(self.norm)
 
@@ -240,10 +243,10 @@ class LayeredModel(nn.Module):
         self, hidden: Tensor, batch: RaggedBatch, cache: PagedKVCache | None, start: int, stop: int
     ) -> Tensor:
         """`run`, never from a recording."""
-        paged, states = Paged(batch, cache, self.attention), hidden.unsqueeze(0)
+        paged, states = Paged(batch, cache, self.attention), pad_rows(hidden, self.least_rows).unsqueeze(0)
         for index in range(start, stop):
             states = self._through(self.decoder.layers[index], index, states, paged)
-        return states.squeeze(0)
+        return states[0, : len(hidden)]
 
     def run_layer(
         self,

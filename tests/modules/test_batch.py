@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from speclight.modules.batch import BatchItem, RaggedBatch
+import torch
+from speclight.modules.batch import PART_QUERIES, BatchItem, RaggedBatch
 
 
 def decoding(lengths: list[int], new: int = 1) -> RaggedBatch:
@@ -32,3 +33,24 @@ def test_a_prompt_and_single_tokens_do_not_share_a_call() -> None:
     items = [BatchItem([7] * 200, 0, range(13)), *(BatchItem([7], 50, range(20 * n, 20 * n + 4)) for n in range(1, 9))]
     groups = RaggedBatch.build(items, 16).groups
     assert sorted((group.num_seqs, group.num_queries) for group in groups) == [(1, 200), (8, 1)]
+
+
+def scores(batch: RaggedBatch, window: int | None = None) -> int:
+    """Pairs of query and key that attention computes."""
+    parts = [(group, part) for group in batch.groups for part in group.parts(window, torch.float32, 1)]
+    return sum(group.num_seqs * (p.rows.stop - p.rows.start) * (p.keys.stop - p.keys.start) for group, p in parts)
+
+
+def test_a_long_prompt_reads_little_more_than_it_sees() -> None:
+    """In one masked call a prompt of n tokens computes n * n scores, of which half are thrown away."""
+    prompt = RaggedBatch.build([BatchItem([7] * 512, 0, range(32))], 16)
+    assert scores(prompt) < 0.6 * 512 * 512
+    assert scores(prompt, window=64) < 512 * (64 + PART_QUERIES)
+    later = RaggedBatch.build([BatchItem([7] * 512, 512, range(64))], 16)
+    assert scores(later) < 0.8 * 512 * 1024
+    assert scores(later, window=64) < 512 * (64 + PART_QUERIES)
+
+
+def test_what_is_not_long_attends_in_one_call() -> None:
+    for batch in (decoding([130, 140]), decoding([900], new=PART_QUERIES)):
+        assert [len(group.parts(None, torch.float32, 1)) for group in batch.groups] == [1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from speclight.modules.batch import BatchItem, RaggedBatch
-from speclight.modules.fast import FastAttention, FastLinear, FastMLP, FastNorm
+from speclight.modules.fast import FEW_ROWS, FastAttention, FastLinear, FastMLP, FastNorm
 from support import FAMILIES, hf_tiny, tiny_lm
 
 # float32 rounding of the two orders of summation; in bfloat16 two roundings of values of this size
@@ -28,6 +28,29 @@ def test_one_packed_product_equals_the_separate_ones(dtype, rows, bias):
     hidden = torch.randn(rows, 24, dtype=dtype)
     expected = torch.cat([part(hidden) for part in parts], dim=-1)
     torch.testing.assert_close(FastLinear(parts)(hidden), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_s_product_does_not_depend_on_how_many_there_are(dtype):
+    """What verifies a draft multiplies more rows than what decodes plainly."""
+    torch.manual_seed(0)
+    fast, hidden = FastLinear([torch.nn.Linear(1536, 576, dtype=dtype)]), torch.randn(40, 1536, dtype=dtype)
+    together = fast(hidden)
+    for rows in (1, 2, 3, 9, 33):
+        assert torch.equal(fast(hidden[:rows]), together[:rows])
+        assert torch.equal(fast(hidden[None, :rows])[0], together[:rows])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_of_few_tokens_are_padded_where_no_layer_attends_to_the_padding(family):
+    model = tiny_lm(family, dtype=torch.float32)
+    assert model.least_rows == (FEW_ROWS if family != "opt" and model.head.packed else 0)
+    slow = tiny_lm(family, dtype=torch.float32, fast=False)
+    for tokens in (1, 2, 3):
+        batches = [RaggedBatch.build([BatchItem([5, 7, 9][:tokens])], None) for _ in range(2)]
+        found, expected = model(batches[0]), slow(batches[1])
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
 
 
 def test_a_packed_layer_still_computes_outside_no_grad():

@@ -103,6 +103,31 @@ def test_padded_groups_do_not_change_a_sequence():
         torch.testing.assert_close(rows, run(model, [BatchItem(ids)]), atol=1e-12, rtol=1e-9)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_prompts_attend_in_parts_as_in_one_call(family, monkeypatch):
+    """Prompts, one behind a context, padded to the longest, and a tree that is larger than a part."""
+    generator = torch.Generator().manual_seed(3)
+    parents = [-1] + [int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, 75)]
+
+    def run(size):
+        monkeypatch.setattr("speclight.modules.batch.PART_QUERIES", size)
+        model = tiny_lm(family)
+        cache = model.new_cache(64)
+        model(RaggedBatch.build([BatchItem(range(1, 41), 0, range(20, 40))], 16), cache)
+        items = [
+            BatchItem([n % 90 for n in range(90)], 0, range(10)),
+            BatchItem([n % 83 for n in range(80)], 40, range(20, 30)),
+            BatchItem([n % 71 for n in range(75)], 0, range(40, 50), parents),
+        ]
+        batch = RaggedBatch.build(items, 16)
+        logits, groups = model(batch, cache), batch.groups
+        return logits, sum(len(group.parts(None, torch.float64, 1)) for group in groups) - len(groups)
+
+    (parts, more), (one, none) = run(32), run(10**6)
+    assert more >= 4 and none == 0
+    torch.testing.assert_close(parts, one, atol=1e-12, rtol=1e-12)
+
+
 def test_gradients_reach_the_model_without_fast_modules():
     """Training runs through the same code; fails if a swap or a write in place cuts the graph."""
     model = tiny_lm(fast=False)
