@@ -148,7 +148,8 @@ class AdaptiveTrees:
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """One `likeliest` over the rows of all accepted paths, one transfer."""
-        rows = self._classes(torch.cat([seen.logits[seen.verdict.path] for seen in observations]))
+        paths = [_path_rows(seen) for seen in observations]
+        rows = self._classes(paths[0] if len(paths) == 1 else torch.cat(paths))
         for seen in observations:
             path, rows = rows[: len(seen.verdict.path)], rows[len(seen.verdict.path) :]
             self._learn(seen, path)
@@ -346,6 +347,12 @@ class AdaptiveTrees:
         share = rank / max(sum([likely for _, likely in found]), 1.0)
         ranked = [(token_id, likely * share, likely) for token_id, likely in found if likely * share > bound]
         return heapq.nlargest(most, ranked, key=itemgetter(1)) if len(ranked) > most else ranked
+
+
+def _path_rows(seen: Observation) -> Tensor:
+    """[path, vocab] the logits along the accepted path, not copied where it is the first nodes of the tree."""
+    path = seen.verdict.path
+    return seen.logits[: len(path)] if path[-1] == len(path) - 1 else seen.logits[path]
 
 
 def _falling(scores: list[float]) -> list[float]:
