@@ -77,11 +77,15 @@ def _attend(
     folded = query.view(seqs, queries, kv_heads, fold, head_dim).transpose(1, 2)
     folded = folded.reshape(seqs, kv_heads, queries * fold, head_dim)
     k, v = _read(keys, group), _read(values, group)
-    reads = [
-        _attend_part(folded[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], part.mask, scaling, softcap)
-        for part in group.parts(window, query.dtype, fold)
-    ]
-    read = reads[0] if len(reads) == 1 else torch.cat(reads, dim=2)
+    parts = group.parts(window, query.dtype, fold)
+    if len(parts) == 1:
+        read = _attend_part(folded, k, v, parts[0].mask, scaling, softcap)
+    else:
+        reads = [
+            _attend_part(folded[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], part.mask, scaling, softcap)
+            for part in parts
+        ]
+        read = torch.cat(reads, dim=2)
     read = read.view(seqs, kv_heads, queries, fold, head_dim).transpose(1, 2)
     return read.reshape(seqs * queries, kv_heads * fold, head_dim)
 
