@@ -25,7 +25,7 @@ from speclight.infer.recording import Recording, read_recording
 from speclight.infer.replay import run
 from tqdm import tqdm
 
-PIECE, BUDGET, SHRINKAGE = 24, 16, 2.0
+PIECE, BUDGET, SHRINKAGE = 24, 8, 2.0
 HEAD = '''"""Where `Estimates` begins: its weights in hundredths, by kind and in the order of the classes.
 
 Fitted by maximum likelihood to what verification decided on {texts} recorded texts of {model}, a datastore's weights

@@ -26,11 +26,22 @@ from ..modules.sampling import likeliest
 from ..modules.token_tree import TokenTree
 from .datastore import Datastore, Matches, corpus_classes
 from .drafter import Observation
-from .estimates import CORPUS, NGRAM, OFFSETS, ORDERS, PROBABILITIES, PROBABILITY_BOUNDS, Context, Estimates, Source
+from .estimates import (
+    CORPUS,
+    GUESS,
+    NGRAM,
+    OFFSETS,
+    ORDERS,
+    PROBABILITIES,
+    PROBABILITY_BOUNDS,
+    SUCCESSOR,
+    Context,
+    Estimates,
+    Source,
+)
 from .recall import Continuations, Entry, Memory, Namespaces, continuation_classes
 from .request import Sequence
 
-GUESS, SUCCESSOR = "last-logit", "successor"
 MAX_ORDER = 3
 """Longest n-gram that has successors."""
 TAUGHT_BY = 4

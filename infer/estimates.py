@@ -2,9 +2,9 @@
 
 Every source of candidates puts each of its tokens into a class (a record of the model's own probabilities: by that
 probability; an n-gram: by its length, counts and recency), and every class has a weight. A token's log-odds are the sum
-of its classes' weights, of weights for the place and of two for what the texts repeat, so sources that agree add up.
-The weights begin at a prior that ships with the code, follow what verification says, and drift back to the prior where
-nothing is learned. They hold no text."""
+of its classes' weights, of weights for the place, of two for what the texts repeat and of one for how rare the token
+is, so sources that agree add up. The weights begin at a prior that ships with the code, follow what verification says,
+and drift back to the prior where nothing is learned. They hold no text."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ ORDERS = 7
 CONTINUATIONS = 24 * ORDERS
 CORPUS_CLASSES = 20
 """Classes of a token that follows a match in a datastore, for each length of the match."""
+RARITIES = 20
+"""Classes of a token's id: by its number of bits. Vocabularies made by merging pairs have frequent tokens first."""
 
 SIZES = {
     "order": 6 * ORDERS,
@@ -44,12 +46,13 @@ SIZES = {
     "corpus": CORPUS_CLASSES * ORDERS,
     "seen": 6 * 5,
     "followed": 9,
+    "rarity": 4 * RARITIES,
 }
 """Classes of each kind. The first four are of the place: the depth and the longest n-gram that matched there (`order`,
 also in the namespace's other texts), which records there are, and how sure the best record was (`confidence`). So is
 `corpus-order`, the longest match in a datastore, where there is one. The others are of tokens: see AdaptiveTrees; and
-`seen`, how often the text has the token already, by how its first source knows it, and `followed`, how often behind
-this place's token, in the text and in all of the namespace's texts, this one included."""
+`seen`, how often the text has the token already, by how its first source knows it, `followed`, how often behind this
+place's token, in the text and in all of the namespace's texts, this one included, and `rarity`, by its first source."""
 
 OFFSETS: dict[str, int] = {}
 for _name, _size in SIZES.items():
@@ -59,7 +62,11 @@ SEEN, FOLLOWED = OFFSETS["seen"], OFFSETS["followed"]
 
 
 NGRAM, CORPUS = "ngram", "datastore"
-"""Labels of what was looked up; the classes of the other sources are probabilities."""
+"""Labels of what was looked up."""
+GUESS, SUCCESSOR = "last-logit", "successor"
+"""Labels of sources whose classes are probabilities."""
+RARITY = {label: OFFSETS["rarity"] + RARITIES * place for place, label in enumerate((SUCCESSOR, NGRAM, GUESS, CORPUS))}
+"""By the label of a token's first source, the weight of an id of no bits."""
 TIMES = (0, 6, 12, 18, 18, 18, 18, 18, 18, 24)
 """By a token's number of occurrences, the class that it begins."""
 MOST_TIMES = len(TIMES) - 1
@@ -115,7 +122,7 @@ class Estimates:
         times, own, others = context.seen.get, context.followed.get, context.followed_by_any.get
         found: dict[int, float] = {}
         for label, offset, classes in context.sources:
-            likely = LOOKED_UP if label in (NGRAM, CORPUS) else LIKELY
+            likely, rarity = LOOKED_UP if label in (NGRAM, CORPUS) else LIKELY, RARITY[label]
             for token_id, one in classes.items():
                 weight = weights[offset + one]
                 if token_id in found:
@@ -123,7 +130,8 @@ class Estimates:
                 elif weight > least:
                     seen = weights[likely[one] + TIMES[min(times(token_id, 0), MOST_TIMES)]]
                     followed = weights[FOLLOWED + 3 * min(own(token_id, 0), 2) + min(others(token_id, 0), 2)]
-                    found[token_id] = base + weight + seen + followed
+                    rare = weights[rarity + min(token_id.bit_length(), RARITIES - 1)]
+                    found[token_id] = base + weight + seen + followed + rare
                 elif label != NGRAM:  # rising ranks: none of the rest comes nearer by this source alone
                     break
         return found
@@ -134,14 +142,14 @@ class Estimates:
         times, own, others = context.seen.get, context.followed.get, context.followed_by_any.get
         found: dict[int, list[int]] = {}
         for label, offset, classes in context.sources:
-            likely = LOOKED_UP if label in (NGRAM, CORPUS) else LIKELY
+            likely, rarity = LOOKED_UP if label in (NGRAM, CORPUS) else LIKELY, RARITY[label]
             for token_id, one in classes.items():
                 if token_id in found:
                     found[token_id].append(offset + one)
                 elif candidates is None or token_id in candidates:
                     seen = likely[one] + TIMES[min(times(token_id, 0), MOST_TIMES)]
                     followed = FOLLOWED + 3 * min(own(token_id, 0), 2) + min(others(token_id, 0), 2)
-                    found[token_id] = [offset + one, seen, followed]
+                    found[token_id] = [offset + one, seen, followed, rarity + min(token_id.bit_length(), RARITIES - 1)]
         return found
 
     def learn(self, context: Context, token_id: int) -> None:
@@ -162,8 +170,8 @@ class Estimates:
 LEAST_LEARNED = -7.0
 """Log-odds below which a candidate teaches nothing."""
 SLACK = 4.0
-"""Log-odds that further sources and repeats are taken to add at most to a candidate: the one approximation in growing a
-tree."""
+"""Log-odds that further sources, repeats and rarity are taken to add at most to a candidate: the one approximation in
+growing a tree."""
 
 
 def read_prior(prior: Mapping[str, str]) -> list[float]:

@@ -311,14 +311,14 @@ def test_a_candidates_log_odds_are_the_sum_of_its_weights() -> None:
     found, base = estimates.log_odds(context), estimates.weights[0] + estimates.weights[50]
     for candidate, row in estimates.weights_of(context).items():
         assert found[candidate] == pytest.approx(base + sum(estimates.weights[index] for index in row))
-        assert len(row) == len(set(row)) == 2 + sum(candidate in classes for *_, classes in sources)
+        assert len(row) == len(set(row)) == 3 + sum(candidate in classes for *_, classes in sources)
     assert found.keys() == {7, 8, 9}
 
 
 def test_what_a_text_has_said_already_is_told_apart_by_number_and_source() -> None:
     def repeats(label: str = "successor", one: int = 12, **known: dict[int, int]) -> tuple[int, int]:
         """Weights of what the text has of token 7 already: anywhere, and behind this place's token."""
-        _, seen, followed = Estimates.weights_of(Context((), [(label, 0, {7: one})], **known))[7]
+        _, seen, followed, _ = Estimates.weights_of(Context((), [(label, 0, {7: one})], **known))[7]
         return seen, followed
 
     times = [repeats(seen={7: count})[0] for count in (0, 1, 2, 3, 8, 9, 500)]
@@ -326,6 +326,18 @@ def test_what_a_text_has_said_already_is_told_apart_by_number_and_source() -> No
     assert len({repeats(*source, seen={7: 1})[0] for source in ((NGRAM, 12), ("successor", 12), ("successor", 2))}) == 3
     behind = [repeats(followed={7: own}, followed_by_any={7: any_})[1] for own in (0, 1, 2, 9) for any_ in (0, 1, 2, 9)]
     assert len(set(behind)) == 9
+
+
+def test_frequent_and_rare_tokens_are_told_apart_by_source() -> None:
+    def rarity(token_id: int, label: str) -> int:
+        return Estimates.weights_of(Context((), [(label, 0, {token_id: 12})]))[token_id][-1]
+
+    assert len({rarity(token_id, "successor") for token_id in (0, 1, 3, 300, 49151, 262143)}) == 6
+    assert rarity(2**30, NGRAM) == rarity(2**40, NGRAM), "an id beyond all vocabularies has a class"
+    found = [
+        rarity(token_id, label) for label in ("successor", NGRAM, "last-logit", "datastore") for token_id in (0, 2**30)
+    ]
+    assert len(set(found)) == 8 and OFFSETS["rarity"] <= min(found) and max(found) < NUM_WEIGHTS
 
 
 def test_what_is_next_to_impossible_teaches_nothing_and_all_else_does() -> None:
