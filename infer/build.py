@@ -373,9 +373,10 @@ def _with_ensemble(options: EngineOptions, methods: Sequence[str]) -> tuple[Engi
     if options.target.head is None:
         return options, None
     head = load_ensemble(options.target.head)
-    for method in methods:
-        check_drafts(head, Plan.of(method, options, head), None)
-    if "early-exit" not in methods:
+    plans = [Plan.of(method, options, head) for method in methods]
+    for plan in plans:
+        check_drafts(head, plan, None)
+    if not any(plan.reads_exit_layer for plan in plans):
         check_layer(head, options.early_exit.layer)
     return with_heads_of(options, head), head
 
