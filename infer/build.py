@@ -369,7 +369,7 @@ def _with_ensemble(options: EngineOptions, methods: Sequence[str]) -> tuple[Engi
         return options, None
     from .rules import check_drafts, check_layer, check_rule, load_ensemble, with_heads_of
 
-    check_rule(options.target, methods)
+    check_rule(options, methods)
     if options.target.head is None:
         return options, None
     head = load_ensemble(options.target.head)
