@@ -269,10 +269,43 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     _check_numbers(options)
     options, ensemble = _with_ensemble(options, methods)
     drafting = [Plan.of(method, options, ensemble).drafter for method in drafters_of(methods, options)]
+    _check_uses(options, methods, drafting)
+    template = None if options.chat_template is None else Path(options.chat_template).read_text(encoding="utf-8")
+    source = _find(options, options.model)
+    draft_source = _find(options, options.draft_model) if options.draft_model and "draft-model" in drafting else None
+
+    from .loading import check_model  # torch only from here on
+
+    _check_device(options)
+    _check_drafters(options)
+    source = check_model(source)
+    draft_source = None if draft_source is None else check_model(draft_source)
+    tokenizer = _tokenizer(source, draft_source, template)
+    prepared = Prepared(options, tuple(dict.fromkeys(methods)), source, tokenizer, draft_source, ensemble=ensemble)
+    if options.logitspec.datastore is not None:
+        prepared = replace(prepared, datastore=_datastore(options.logitspec.datastore, source, tokenizer))
+    if ensemble is not None:
+        prepared = _with_known_base(prepared, ensemble, f"target.head {options.target.head!r}")
+        _check_draft(prepared, ensemble)
+    return _with_exits(prepared) if prepared.uses_exits else prepared
+
+
+def _check_uses(options: EngineOptions, methods: Sequence[str], drafting: Sequence[str]) -> None:
+    """Refuse what methods lack, cannot have, or would not read. drafting: the methods whose drafts they have."""
     if "draft-model" in drafting and options.draft_model is None:
         raise ValueError("method draft-model needs --draft-model, a smaller model with the same tokenizer")
     if AUTO in methods and options.logitspec.tree != "adaptive":
         raise ValueError(f"logitspec.tree must be adaptive for method auto, got {options.logitspec.tree!r}")
+    _check_attention_use(options, methods)
+    if options.bundle is not None and not any(method in EXIT_DRAFTERS for method in drafting):
+        raise ValueError(
+            f"bundle is read by {', '.join(EXIT_DRAFTERS)}; method is {' and '.join(dict.fromkeys(methods))}"
+        )
+    _check_datastore_use(options.logitspec, drafting, methods)
+
+
+def _check_attention_use(options: EngineOptions, methods: Sequence[str]) -> None:
+    """Refuse passes that method auto has not measured, and graphs of an attention that cannot be recorded."""
     if AUTO in methods and options.attention != "sdpa":
         raise ValueError(
             f"attention must be sdpa for method auto, whose measurements are of it, got {options.attention!r}"
@@ -281,35 +314,27 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
         raise ValueError("cuda_graphs must be left out for method auto, whose measurements are of passes without")
     if options.cuda_graphs and options.attention != "sdpa":
         raise ValueError(f"attention must be sdpa with cuda_graphs, got {options.attention!r}")
-    if options.bundle is not None and not any(method in EXIT_DRAFTERS for method in drafting):
-        raise ValueError(
-            f"bundle is read by {', '.join(EXIT_DRAFTERS)}; method is {' and '.join(dict.fromkeys(methods))}"
-        )
-    _check_datastore_use(options.logitspec, drafting, methods)
-    template = None if options.chat_template is None else Path(options.chat_template).read_text(encoding="utf-8")
-    source = _find(options, options.model)
-    draft_source = _find(options, options.draft_model) if options.draft_model and "draft-model" in drafting else None
 
-    from .loading import check_model, check_same_tokenizer, load_tokenizer, resolve_device  # torch only from here on
+
+def _check_device(options: EngineOptions) -> None:
+    """Refuse a device that is not there, and CUDA graphs on one without."""
+    from .loading import resolve_device
 
     device = resolve_device(options.device)
     if options.cuda_graphs and device.type != "cuda":
         raise ValueError(f"cuda_graphs needs device cuda, this is {device.type!r}; leave it out elsewhere")
-    _check_drafters(options)
-    source = check_model(source)
-    draft_source = None if draft_source is None else check_model(draft_source)
+
+
+def _tokenizer(source: ModelSource, draft_source: ModelSource | None, template: str | None) -> Any:
+    """The model's, which the draft model must share. template: chat template in place of its own."""
+    from .loading import check_same_tokenizer, load_tokenizer
+
     tokenizer = load_tokenizer(source)
     if draft_source is not None:
         check_same_tokenizer(tokenizer, load_tokenizer(draft_source), source.name, draft_source.name)
     if template is not None:
         tokenizer.chat_template = template
-    prepared = Prepared(options, tuple(dict.fromkeys(methods)), source, tokenizer, draft_source, ensemble=ensemble)
-    if options.logitspec.datastore is not None:
-        prepared = replace(prepared, datastore=_datastore(options.logitspec.datastore, source, tokenizer))
-    if ensemble is not None:
-        prepared = _with_known_base(prepared, ensemble, f"target.head {options.target.head!r}")
-        _check_draft(prepared, ensemble)
-    return _with_exits(prepared) if prepared.uses_exits else prepared
+    return tokenizer
 
 
 def _check_datastore_use(options: LogitSpecOptions, drafting: Sequence[str], methods: Sequence[str]) -> None:
@@ -344,13 +369,14 @@ def _with_ensemble(options: EngineOptions, methods: Sequence[str]) -> tuple[Engi
         return options, None
     from .rules import check_drafts, check_layer, check_rule, load_ensemble, with_heads_of
 
-    check_rule(options.target, methods)
+    check_rule(options, methods)
     if options.target.head is None:
         return options, None
     head = load_ensemble(options.target.head)
-    for method in methods:
-        check_drafts(head, Plan.of(method, options, head), None)
-    if "early-exit" not in methods:
+    plans = [Plan.of(method, options, head) for method in methods]
+    for plan in plans:
+        check_drafts(head, plan, None)
+    if not any(plan.reads_exit_layer for plan in plans):
         check_layer(head, options.early_exit.layer)
     return with_heads_of(options, head), head
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
-from ..modules.bundle import SUMS, HeadBundle, fingerprint_checkpoint
+from ..modules.bundle import HeadBundle, fingerprint_checkpoint
+from ..modules.checksums import SUMS
 from ..modules.exit_heads import KIND, default_layers
 from .exits import EarlyExits
 from .sources import ModelSource

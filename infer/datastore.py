@@ -26,10 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..modules.bundle import replaced_folder
+from ..modules.checksums import SUMS, check_sums, sums_file
 from .estimates import CORPUS_CLASSES
 
 FORMAT, FORMAT_VERSION = "speclight datastore", 1
-TOKENS, SUFFIXES, INDEX, SUMS = "tokens.npy", "suffixes.npy", "datastore.json", "SHA256SUMS"
+TOKENS, SUFFIXES, INDEX = "tokens.npy", "suffixes.npy", "datastore.json"
 DATA = (TOKENS, SUFFIXES, INDEX)
 
 DEPTH = 16
@@ -162,7 +163,7 @@ class Datastore:
             np.save(new / TOKENS, self.tokens, allow_pickle=False)
             np.save(new / SUFFIXES, self.suffixes, allow_pickle=False)
             (new / INDEX).write_text(json.dumps(self._index(), indent=2) + "\n", encoding="utf-8")
-            (new / SUMS).write_bytes(_sums(new))
+            (new / SUMS).write_bytes(sums_file(_digests(new)))
             return sum(path.stat().st_size for path in new.iterdir())
 
     def _index(self) -> dict[str, Any]:
@@ -274,7 +275,7 @@ def _checked_index(folder: Path) -> dict[str, Any]:
     version = index.get("version") if isinstance(index, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise ValueError(f"{where} has format version {version}; this speclight reads up to {FORMAT_VERSION}")
-    _check_sums(folder)
+    check_sums(where, _digests(folder), (folder / SUMS).read_bytes(), "build it again")
     kinds = {"model": str, "tokenizer": str, "end": int, "depth": int, "tokens": int, "documents": int}
     known = isinstance(index, dict) and index.get("format") == FORMAT and index.get("depth") == DEPTH
     if not known or not all(isinstance(index.get(name), kind) for name, kind in kinds.items()):
@@ -282,23 +283,12 @@ def _checked_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _sums(folder: Path) -> bytes:
-    lines = []
+def _digests(folder: Path) -> dict[str, str]:
+    digests = {}
     for name in DATA:
         with (folder / name).open("rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
-    return "".join(lines).encode()
-
-
-def _check_sums(folder: Path) -> None:
-    expected, stored = _sums(folder), (folder / SUMS).read_bytes()
-    if expected != stored:
-        lines = stored.splitlines()
-        changed = [line.split()[1].decode() for line in expected.splitlines() if line not in lines]
-        raise ValueError(
-            f"datastore {str(folder)!r} is damaged: {' and '.join(changed) or SUMS} changed since it was written "
-            "(sha256 differs); build it again"
-        )
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def _check_arrays(folder: Path, index: Mapping[str, Any], tokens: NDArray[Any], suffixes: NDArray[Any]) -> None:

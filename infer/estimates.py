@@ -138,7 +138,10 @@ class Estimates:
 
     @staticmethod
     def weights_of(context: Context, candidates: Container[int] | None = None) -> dict[int, list[int]]:
-        """{candidate: its weights}, without those of the place; of all candidates, or of some."""
+        """{candidate: its weights}, without those of the place; of all candidates, or of some.
+
+        `log_odds` works repeats out itself: calling a function for each candidate makes it slower by a fifth.
+        """
         times, own, others = context.seen.get, context.followed.get, context.followed_by_any.get
         found: dict[int, list[int]] = {}
         for label, offset, classes in context.sources:

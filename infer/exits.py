@@ -51,7 +51,7 @@ def catch_up(owing: Iterable[tuple[CacheTable, Iterable[Tap]]], least: int = 1) 
         for tap in taps:
             tables[tap].append(table)
     for tap, late in tables.items():
-        tap.exits.catch_up(tap.layer, late, least)
+        tap.exits.read_owed(tap.layer, late, least)
 
 
 class Prediction(NamedTuple):
@@ -67,7 +67,7 @@ class EarlyExits:
     acceptance: by layer, how often a draft that follows accepted ones was accepted where these exits were tried.
     layers: those that have a head, None for all. context_layers: those whose head reads context. num_layers: the
     model's, known from `attach` on.
-    num_caught_up: times that `catch_up` had something to read.
+    num_caught_up: times that `read_owed` had something to read.
     work: what was done since `take_work`: layer-tokens, that is tokens times layers, that drafters have run ("draft",
     "intermediate", and "prefill" for what was pending before a root), layers that they have run one after another
     ("passes"), and tokens through heads ("head").
@@ -118,8 +118,8 @@ class EarlyExits:
         if len(rows):
             table.owed.setdefault((self, layer), []).append(rows)
 
-    def catch_up(self, layer: int, tables: SequenceOf[CacheTable], least: int) -> None:
-        """See the function."""
+    def read_owed(self, layer: int, tables: SequenceOf[CacheTable], least: int) -> None:
+        """Let one head read what tables owe it, in one pass over those that owe at least so many tokens."""
         late = [(table, count) for table in tables if (count := table.num_owed((self, layer))) >= least]
         if not late:
             return

@@ -159,7 +159,7 @@ class HierarchicalDrafter(Drafter):
         while running:
             self._advance(running)
             running = [window for window in running if window.is_open]
-            if len(begun) - len(running) >= self.wait * len(begun) - 1e-9:  # 0.8 of 5 are 4, whatever floats say
+            if len(begun) - len(running) >= self.wait * len(begun) - 1e-9:  # 0.28 of 25 are 7, whatever floats say
                 running = [window for window in running if window.must_fill]
         return [self._tree(window) for window in windows]
 

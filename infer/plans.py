@@ -47,3 +47,8 @@ class Plan:
         if draft["method"] == "early-exit":
             settings["layer"] = draft["layer"]
         return cls(method, draft["method"], "learned", settings)
+
+    @property
+    def reads_exit_layer(self) -> bool:
+        """Whether the exit that drafts is that of `--early-exit.layer`; a head for diversed names its own."""
+        return self.drafter == "early-exit" and "layer" not in self.settings

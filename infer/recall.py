@@ -22,15 +22,18 @@ Entry = tuple[float, int, dict[int, int]]
 class Table:
     """n-gram -> entry. limit: entries kept, None keeps all. ttl: seconds after which an entry is as good as gone."""
 
-    __slots__ = ("entries", "is_bounded", "limit", "ttl")
+    __slots__ = ("entries", "limit", "ttl")
 
     def __init__(self, limit: int | None = None, ttl: float | None = None) -> None:
         self.limit, self.ttl = limit, ttl
-        self.is_bounded = limit is not None or ttl is not None
         self.entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()  # met longest ago first
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.limit is not None or self.ttl is not None
 
     def get(self, key: tuple[int, ...], now: float) -> Entry | None:
         found = self.entries.get(key)
@@ -53,6 +56,7 @@ class Continuations:
 
     def extend(self, token_ids: Sequence[int], start: int, owner: int, now: float) -> None:
         """Take in token_ids[start:]; what stands before them is their context."""
+        is_bounded = self.table.is_bounded
         for end in range(max(start, 1), len(token_ids)):
             token_id = token_ids[end]
             tail = tuple(token_ids[max(end - self.max_ngram, 0) : end])
@@ -64,7 +68,7 @@ class Continuations:
                     continue
                 counts = found[2]
                 counts[token_id] = counts.pop(token_id, 0) + 1  # the latest stands last
-                if self.table.is_bounded:  # when it was met counts
+                if is_bounded:  # when it was met counts
                     if len(counts) > MOST_COUNTED:
                         del counts[next(iter(counts))]
                     self.table.put(key, owner, counts, now)

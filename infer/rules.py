@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..modules.bundle import HeadBundle
 from ..modules.ensemble_head import KIND, EnsembleHead
 from .bundles import bundle_digest
-from .plans import DIVERSED, DRAWN, RUN_FURTHER, Plan
+from .plans import DRAWN, RUN_FURTHER, Plan
 from .target import Exact, LearnedEnsemble, Lossy, SpecCascade, StaticEnsemble, TargetRule
 
 if TYPE_CHECKING:
@@ -46,9 +46,11 @@ READ_BY: dict[str, tuple[str, ...]] = {
 """Which rules read a setting; method diversed is a learned one."""
 
 
-def check_rule(target: TargetOptions, methods: Sequence[str]) -> None:
+def check_rule(options: EngineOptions, methods: Sequence[str]) -> None:
     """Raise ValueError for settings that are not valid or say nothing here. Of the head only that it is named."""
-    rules = {target.rule, "learned" if DIVERSED in methods else target.rule}
+    target = options.target
+    followed = {Plan.of(method, options, None).rule for method in methods}
+    rules = {target.rule, *followed}
     named = " and ".join(dict.fromkeys(methods))
     for name, readers in READ_BY.items():
         changed = getattr(target, name) != type(target).__dataclass_fields__[name].default
@@ -59,8 +61,7 @@ def check_rule(target: TargetOptions, methods: Sequence[str]) -> None:
             )
     if "learned" in rules and target.head is None:
         raise ValueError("method diversed and target.rule learned need --target.head, a folder of an ensemble head")
-    drawn = [method for method in methods if method in DRAWN and (method != DIVERSED or target.rule == "learned")]
-    if target.rule != "exact" and not drawn:
+    if target.rule not in {"exact", *followed}:
         raise ValueError(
             f"target.rule {target.rule} needs a method whose drafts are drawn ({', '.join(DRAWN[:-1])}); method is "
             f"{named}, whose proposals are verified exactly or by a head"

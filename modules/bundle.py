@@ -28,12 +28,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from .checksums import SUMS, check_sums, sums_file
 from .fast import FastLinear
 from .layered_model import LayeredModel
 
 FORMAT = "speclight head bundle"
 FORMAT_VERSION = 1
-WEIGHTS, INDEX, SUMS = "weights.safetensors", "bundle.json", "SHA256SUMS"
+WEIGHTS, INDEX = "weights.safetensors", "bundle.json"
 
 # --- the bundle ---------------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class HeadBundle:
         folder = Path(folder).expanduser()
         files = _read(folder)
         _check_version(folder, files[INDEX])
-        _check_sums(folder, files)
+        check_sums(f"bundle {str(folder)!r}", _digests(files), files[SUMS], "get it again")
         index = _parse_index(folder, files[INDEX])
         found, base_model = index["base_fingerprint"], index["base_model"]
         if expected_fingerprint is not None:
@@ -145,7 +146,7 @@ class HeadBundle:
             "card": self.card,
         }
         files = {WEIGHTS: safetensors.torch.save(self.tensors), INDEX: (_json("index", index) + "\n").encode()}
-        return files | {SUMS: _sums(files)}
+        return files | {SUMS: sums_file(_digests(files))}
 
 
 @contextmanager
@@ -250,21 +251,8 @@ def _check_version(folder: Path, index: bytes) -> None:
         )
 
 
-def _sums(files: Mapping[str, bytes]) -> bytes:
-    return "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in (WEIGHTS, INDEX)).encode()
-
-
-def _check_sums(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Every byte counts, those of the sums too."""
-    expected = _sums(files)
-    if expected == files[SUMS]:
-        return
-    stored = files[SUMS].splitlines()
-    changed = [line.split()[1].decode() for line in expected.splitlines() if line not in stored]
-    raise ValueError(
-        f"bundle {str(folder)!r} is damaged: {' and '.join(changed) or SUMS} changed since it was written "
-        "(sha256 differs); get it again"
-    )
+def _digests(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(files[name]).hexdigest() for name in (WEIGHTS, INDEX)}
 
 
 def _parse_index(folder: Path, data: bytes) -> dict[str, Any]:

@@ -679,5 +679,5 @@ def test_what_waits_for_heads_is_part_of_a_plan_and_of_what_its_step_may_take():
     assert waiting >= 4 and arm.reading([sequence]) == pytest.approx(layer)
     arm.timed(ChainPlan(1, 1.0, 0.04, reading=0.01), 0.05)
     assert arm.slowness == pytest.approx(1.0)
-    exits.catch_up(1, [sequence.table], 1)
+    exits.read_owed(1, [sequence.table], 1)
     assert arm.reading([sequence]) == 0.0

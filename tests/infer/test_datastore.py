@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -14,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from speclight.infer import Engine, GenerationParams, LogitSpecDrafter
 from speclight.infer.auto import AutoDrafter
-from speclight.infer.datastore import DEPTH, SAMPLE, SUMS, Datastore, _sums, corpus_classes, sort_suffixes
+from speclight.infer.datastore import DATA, DEPTH, SAMPLE, Datastore, corpus_classes, sort_suffixes
 from speclight.infer.estimates import CORPUS_CLASSES, OFFSETS
 from support import TableLM, random_table, tiny_lm
 
@@ -153,7 +154,8 @@ def rewrite(folder: Path, **changes: object) -> None:
     """Change the index, and the sums to go with it."""
     index = json.loads((folder / "datastore.json").read_text())
     (folder / "datastore.json").write_text(json.dumps(index | changes))
-    (folder / SUMS).write_bytes(_sums(folder))
+    sums = [(hashlib.sha256((folder / name).read_bytes()).hexdigest(), name) for name in DATA]
+    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for digest, name in sums))
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,12 @@ def test_an_end_of_sequence_inside_the_window_ends_the_text(drafter):
     assert engine.cache.allocator.num_in_use == 0
 
 
-@pytest.mark.parametrize("seeded", [False, True])
-def test_full_windows_wait_for_a_share_of_the_others_only(seeded):
-    """One text's drafts are all accepted, its neighbours' none, so theirs fill token by token; a seed waits for all."""
+def first_windows(wait: float, num_texts: int, num_drafted: int, seeded: bool = False) -> list[int]:
+    """Tokens that each text's window hands on the first time.
+
+    The drafts of the first `num_drafted` texts are all accepted, so that their windows of four fill in one round; for
+    the others nothing is drafted, and theirs fill token by token.
+    """
     handed: list[list[int]] = []
 
     class Watched(HierarchicalDrafter):
@@ -129,20 +132,32 @@ def test_full_windows_wait_for_a_share_of_the_others_only(seeded):
             return trees
 
     class Inner(EarlyExitDrafter):
-        """The exit that verifies drafts for the first text; for the others nothing is drafted."""
+        """The exit that verifies drafts for the first texts; for the others nothing is drafted."""
 
         def propose(self, sequences):
             return [
-                tree if sequence.sequence_id == 0 else TokenTree.root(sequence.token_ids[-1])
+                tree if sequence.sequence_id < num_drafted else TokenTree.root(sequence.token_ids[-1])
                 for tree, sequence in zip(super().propose(sequences), sequences, strict=True)
             ]
 
-    for wait in (0.25, 1.0):
-        handed.clear()
-        engine = engine_with(Watched(Inner(2, num_tokens=3), 2, window=4, wait=wait))
-        for index in range(4):
-            params = GenerationParams(max_new_tokens=24, temperature=1.0, seed=index if seeded else None)
-            engine.add([*PROMPT, index], params)
-        while len(handed) < 2:
-            engine.step()
-        assert handed[0] == ([4, 1, 1, 1] if wait < 1.0 and not seeded else [4, 4, 4, 4])
+    engine = engine_with(Watched(Inner(2, num_tokens=3), 2, window=4, wait=wait))
+    for index in range(num_texts):
+        params = GenerationParams(max_new_tokens=24, temperature=1.0, seed=index if seeded else None)
+        engine.add([*PROMPT, index], params)
+    while len(handed) < 2:
+        engine.step()
+    return handed[0]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_full_windows_wait_for_a_share_of_the_others_only(seeded):
+    """One text's windows are full at once; a seed, or a share of all of them, waits for the others."""
+    assert first_windows(0.25, 4, 1, seeded) == ([4, 4, 4, 4] if seeded else [4, 1, 1, 1])
+    assert first_windows(1.0, 4, 1, seeded) == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(("wait", "num_texts", "enough"), [(0.8, 5, 4), (0.25, 5, 2), (0.28, 25, 7)])
+def test_a_share_of_windows_is_the_number_that_it_says(wait, num_texts, enough):
+    """1.25 windows are two. As floats 0.28 * 25 is above 7, and must not mean one window more."""
+    assert first_windows(wait, num_texts, enough) == [4] * enough + [1] * (num_texts - enough)
+    assert first_windows(wait, num_texts, enough - 1) == [4] * num_texts
