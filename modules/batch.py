@@ -284,5 +284,5 @@ def _make_group(
 
 def _reach(visible: np.ndarray, query_positions: np.ndarray) -> np.ndarray:
     """See AttentionGroup.reach; visible: [seqs, queries, keys], query_positions: [seqs, queries]."""
-    ends = visible.shape[-1] - np.argmax(visible.any(axis=0)[:, ::-1], axis=-1)
+    ends = visible.shape[-1] - np.flip(visible.any(axis=0), axis=-1).argmax(axis=-1)
     return np.stack((query_positions.min(axis=0), ends), axis=-1)
