@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import shutil
 import signal
 import threading
 import time
@@ -28,7 +27,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from omegaconf.errors import OmegaConfBaseException
 
@@ -145,7 +144,6 @@ class TrainingCLI(LightningCLI):
     def __init__(self, command: str, flags: Sequence[str]) -> None:
         self.command = command
         self.changed: dict[str, tuple[Any, Any]] = {}
-        self.run_folder: Path | None = None  # of the default loggers
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -169,12 +167,7 @@ class TrainingCLI(LightningCLI):
         checkpoint = self.config.ckpt_path
         if checkpoint is None and self.command != "fit":
             rank_zero_info(f"no --ckpt_path: `{self.command}` measures weights that were not trained")
-        try:
-            getattr(self.trainer, self.command)(self.model, datamodule=self.datamodule, ckpt_path=checkpoint)
-        except (ValueError, OSError, MisconfigurationException):
-            if self.run_folder is not None and self.trainer.is_global_zero:
-                remove_unbegun(self.run_folder)
-            raise
+        getattr(self.trainer, self.command)(self.model, datamodule=self.datamodule, ckpt_path=checkpoint)
         if self.command == "fit":
             for line in _outcome(self.trainer):
                 rank_zero_info(line)
@@ -213,8 +206,7 @@ class TrainingCLI(LightningCLI):
         if not given.barebones:
             kwargs["callbacks"] = self._callbacks(given)
             if given.logger in (None, True):
-                kwargs["logger"] = loggers = default_loggers(given.default_root_dir or ROOT)
-                self.run_folder = Path(loggers[0].log_dir)
+                kwargs["logger"] = default_loggers(given.default_root_dir or ROOT)
         return super().instantiate_trainer(**kwargs)
 
     def _callbacks(self, given: Any) -> list[Callback]:
@@ -229,21 +221,14 @@ class TrainingCLI(LightningCLI):
         return [*callbacks, RunSettings(self.settings, bool(self.changed))]
 
 
-def default_loggers(root: str) -> list[CSVLogger | TensorBoardLogger]:
-    """CSV, and TensorBoard where it can be written, into one new folder."""
-    loggers: list[CSVLogger | TensorBoardLogger] = [CSVLogger(root, name="")]
+def default_loggers(root: str) -> list[Logger]:
+    """CSV, and TensorBoard where it can be written, into one folder."""
+    loggers: list[Logger] = [CSVLogger(root, name="")]
     try:
         loggers.append(TensorBoardLogger(root, name="", version=loggers[0].version))
     except ModuleNotFoundError:
         rank_zero_info("TensorBoard is not installed (pip install tensorboardX): metrics go to metrics.csv only")
     return loggers
-
-
-def remove_unbegun(folder: Path) -> None:
-    """Remove a run's folder if it holds no more than is written before a run begins."""
-    written = {path for name in ("config.yaml", "hparams.yaml", "events.out.tfevents.*") for path in folder.glob(name)}
-    if folder.is_dir() and written == {*folder.iterdir()}:
-        shutil.rmtree(folder)
 
 
 def default_checkpoints(monitor: str | None) -> list[Callback]:

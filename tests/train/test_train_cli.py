@@ -255,28 +255,6 @@ def test_a_second_run_into_the_same_folder_works_and_is_a_run_of_its_own(config:
     assert (tmp_path / "fixed" / "one" / "config.yaml").is_file()
 
 
-@pytest.mark.parametrize("flag", ["--model.layers=[1,9]", "--data.train=/not/there.jsonl"])
-def test_a_run_that_is_refused_leaves_no_folder(
-    config: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Models and data are read when loggers have made their files."""
-    assert main(["fit", "--config", config]) == 0
-    before = sorted((tmp_path / "runs").rglob("*"))
-    refused(capsys, "fit", "--config", config, flag)
-    assert sorted((tmp_path / "runs").rglob("*")) == before
-
-
-def test_a_run_that_fails_once_it_has_begun_keeps_its_folder(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise ValueError("a row that cannot be read")
-
-    monkeypatch.setattr(cli.Provenance, "on_train_end", fail)
-    assert main(["fit", "--config", config]) == 2
-    assert (tmp_path / "runs" / "version_0" / "provenance.json").is_file()
-
-
 def test_own_loggers_and_checkpoints_take_the_place_of_the_default_ones(config: str, tmp_path: Path) -> None:
     flags = ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}/mine"]
     flags += ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=own"]
