@@ -5,8 +5,9 @@ prompts of Spec-Bench; docs/replay.md says how. In steps, each held near the one
 `followed` and `rarity`; all but `rarity` to 102 of these; all of them to the 216, at the places that trees of 8 nodes
 reached. A datastore's weights (`corpus`) were fitted by themselves before that, the others being given, to 66 such
 answers, with datastores of other answers, of news, and of both; classes that hardly occurred there are where they were
-set by hand, and so are likely guesses below the root (`guess`), which greedy texts hardly leave over. Online learning
-goes on from here, so other models and texts only begin a little worse."""
+set by hand, and so are likely guesses below the root (`guess`), which greedy texts hardly leave over, and ids that
+SmolLM2 does not have or hardly uses (`rarity`), which weigh what the nearest ones do. Online learning goes on from
+here, so other models and texts only begin a little worse."""
 
 PRIOR: dict[str, str] = {
     "order": """
@@ -79,8 +80,8 @@ PRIOR: dict[str, str] = {
         -72 10 33 4 15 17 37 0 44
     """,
     "rarity": """
-        -1 -2 233 0 0 148 62 63 80 72 55 69 53 35 35 52 51 0 0 0 0 -211 -90 0 0 -3 30 95 80 52 25 12 33 20 47 32 44
-        0 0 0 -6 -14 -83 0 0 -4 -60 -157 -18 -68 -115 -90 -105 -97 -103 -113 -116 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
-        0 0 0 0 0 0
+        -1 -2 233 62 62 148 62 63 80 72 55 69 53 35 35 52 51 51 51 51 0 -211 -90 30 30 -3 30 95 80 52 25 12 33 20 47
+        32 44 44 44 44 -6 -14 -83 -60 -60 -4 -60 -157 -18 -68 -115 -90 -105 -97 -103 -113 -116 -116 -116 -116 0 0 0
+        0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
     """,
 }

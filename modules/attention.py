@@ -78,7 +78,7 @@ def _attend(
     folded = folded.reshape(seqs, kv_heads, queries * fold, head_dim)
     k, v = _read(keys, group), _read(values, group)
     parts = group.parts(window, query.dtype, fold)
-    if len(parts) == 1:
+    if group.reach is None:
         read = _attend_part(folded, k, v, parts[0].mask, scaling, softcap)
     else:
         reads = [

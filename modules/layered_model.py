@@ -243,6 +243,7 @@ class LayeredModel(nn.Module):
         self, hidden: Tensor, batch: RaggedBatch, cache: PagedKVCache | None, start: int, stop: int
     ) -> Tensor:
         """`run`, never from a recording."""
+        assert len(hidden) == batch.num_tokens, f"{len(hidden)} hidden states of {batch.num_tokens} tokens"
         paged, states = Paged(batch, cache, self.attention), pad_rows(hidden, self.least_rows).unsqueeze(0)
         for index in range(start, stop):
             states = self._through(self.decoder.layers[index], index, states, paged)
@@ -260,6 +261,7 @@ class LayeredModel(nn.Module):
 
         It reads and writes the layer of the cache that its own `layer_idx` names.
         """
+        assert len(hidden) == batch.num_tokens, f"{len(hidden)} hidden states of {batch.num_tokens} tokens"
         return self._through(layer, place, hidden.unsqueeze(0), Paged(batch, cache, self.attention)).squeeze(0)
 
     def _through(self, layer: nn.Module, place: int, states: Tensor, paged: Paged) -> Tensor:

@@ -105,7 +105,8 @@ def test_padded_groups_do_not_change_a_sequence():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_long_prompts_attend_in_parts_as_in_one_call(family, monkeypatch):
-    """Prompts, one behind a context, padded to the longest, and a tree that is larger than a part."""
+    """Prompts, one behind a context, and a tree that is larger than a part, in one call padded to the longest."""
+    monkeypatch.setattr("speclight.modules.batch.CALL_KEYS", {"cpu": 10**6})
     generator = torch.Generator().manual_seed(3)
     parents = [-1] + [int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, 75)]
 
@@ -120,12 +121,21 @@ def test_long_prompts_attend_in_parts_as_in_one_call(family, monkeypatch):
             BatchItem([n % 71 for n in range(75)], 0, range(40, 50), parents),
         ]
         batch = RaggedBatch.build(items, 16)
-        logits, groups = model(batch, cache), batch.groups
-        return logits, sum(len(group.parts(None, torch.float64, 1)) for group in groups) - len(groups)
+        (group,) = batch.groups
+        assert group.num_seqs == 3 and group.output_index is not None
+        return model(batch, cache), len(group.parts(None, torch.float64, 1))
 
-    (parts, more), (one, none) = run(32), run(10**6)
-    assert more >= 4 and none == 0
+    (parts, several), (one, single) = run(32), run(10**6)
+    assert (several, single) == (3, 1)
     torch.testing.assert_close(parts, one, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_states_of_another_batch_are_refused(rows):
+    """Passes of few tokens are padded, which would hide that there are too few, or too many."""
+    model = tiny_lm(dtype=torch.float32)
+    with pytest.raises(AssertionError, match=f"{rows} hidden states of 3 tokens"):
+        model.run(torch.randn(rows, 32), RaggedBatch.build([BatchItem([5, 6, 7])], None), None, 0, 4)
 
 
 def test_gradients_reach_the_model_without_fast_modules():
