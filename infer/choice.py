@@ -153,8 +153,8 @@ class Patience:
         self.wait = self.wait // 2 if self.worth > 0.0 else min(max(2 * self.wait, 1), longest_wait)
 
     def size(self, worthy: int, bound: int) -> None:
-        """So many of the nodes that were grown were worth it: the next tree may be half as large again."""
-        self.limit = min(max(worthy + worthy // 2 + 2, self.limit - self.limit // 8, 4), bound)
+        """So many of the nodes that were grown were worth it: the next tree may be larger by a quarter, and by two."""
+        self.limit = min(max(worthy + max(worthy // 4, 2), self.limit - self.limit // 8, 4), bound)
 
     def copy(self) -> Patience:
         """For another text: what others have taught. It is tried at once, so as to know whether it is like them."""
