@@ -16,6 +16,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..modules.kv_cache import PagedKVCache
@@ -23,7 +25,7 @@ from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
 from .arms import PROBE_STEPS, ChainArm, ChainPlan, Load, arm_of
 from .calibrate import quick_calibration
-from .choice import Allocation, Patience, Trust, best_allocation, longest_wait, smoothed
+from .choice import Allocation, Markup, Patience, Trust, best_allocation, longest_wait, smoothed
 from .cost_model import CostModel
 from .drafter import Drafter, Observation, SomeFailed, TreeDrafter
 from .exits import Tap
@@ -102,6 +104,7 @@ class AutoDrafter(Drafter):
             raise ValueError("auto needs a drafter to choose, got none")
         self.tree, self.bound, self.cost, self.clock = tree, bound, cost, clock
         self.exits = tuple(dict.fromkeys(exits for part in self.parts for exits in part.exits))
+        self._markup = Markup()
         self._clear()
 
     def _clear(self) -> None:
@@ -166,7 +169,7 @@ class AutoDrafter(Drafter):
             part.release(sequence_id)
 
     def reset(self) -> None:
-        """The cost model stays: it is of the device, not of what was said."""
+        """The cost model and what is put on its prices stay: they are of the device, not of what was said."""
         for part in self.parts:
             part.reset()
         for arm in self.arms:
@@ -218,11 +221,9 @@ class AutoDrafter(Drafter):
         return patience
 
     def _decide(self, sequences: SequenceOf[Sequence], step: _Step) -> list[TokenTree]:
-        assert self.cost is not None, "attach() makes one"
-        cost, load = self.cost, step.load
         trees = best_allocation(
             [one.scores for one in step.grown.values()],
-            lambda nodes: cost.seconds(load.tokens + nodes, load.sequences, load.context) + self._observing,
+            lambda nodes: self._seconds(step.load, nodes) + self._observing,
             len(sequences) - len(step.grown),
             self._trust.value,
             step.overhead,
@@ -237,6 +238,13 @@ class AutoDrafter(Drafter):
         if step.arm is not None:
             return self._chain_trees(sequences, allowed, step)
         return [self._kept_tree(sequence, step) for sequence in sequences]
+
+    def _seconds(self, load: Load, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of passes with so many nodes of trees, the first of them 0."""
+        assert self.cost is not None, "attach() makes one"
+        seconds = self.cost.seconds(load.tokens + nodes, load.sequences, load.context)
+        markup = self._markup.value if load.sequences > 1 else 1.0
+        return seconds[0] + markup * (seconds - seconds[0])
 
     def _choose_arm(
         self, allowed: list[Sequence], step: _Step, trees: Allocation
@@ -412,7 +420,11 @@ class AutoDrafter(Drafter):
             return  # a pass with prompts in it, or with texts that others draft for
         if step.arm is None:
             assert self.cost is not None
-            self.cost.learn(max(seconds - own, 1e-9), new_tokens, sequences, step.load.context)
+            seconds = max(seconds - own, 1e-9)
+            if step.nodes and sequences > 1:
+                plain, drafted = self.cost.seconds([step.load.tokens, new_tokens], sequences, step.load.context)
+                self._markup.record(max(float(drafted - plain), 1e-9), seconds - float(plain))
+            self.cost.learn(seconds, new_tokens, sequences, step.load.context)
         elif step.plan is not None:
             if not step.arm.reads_on or self._steps - step.arm.last_used <= PROBE_STEPS - 1:
                 step.arm.timed(step.plan, seconds)

@@ -29,6 +29,7 @@ QUICK_SHAPES = [
     *(Shape(tokens) for tokens in QUICK),
     Shape(8, 8),
     Shape(1, 1, 1024),
+    Shape(8, 8, 640),
     *(Shape(tokens) for tokens in (2, 8, 32, 128)),
 ]
 """Most telling first: where time is short the last are left out."""
@@ -38,6 +39,7 @@ FULL_SHAPES = [
     *(Shape(tokens) for tokens in SIZES),
     *(Shape(tokens, 1, context) for tokens in (1, 16) for context in (512, 1024, 2048)),
     *(Shape(sequences * each, sequences) for sequences in (4, 8, 16, 32) for each in (1, 4)),
+    *(Shape(sequences, sequences, 640) for sequences in (4, 8, 16)),
 ]
 ROUNDS = 5
 
@@ -231,4 +233,6 @@ def table(calibration: Calibration, num_layers: int) -> list[str]:
         lines.append(f"{tokens:>8}" + "".join(f"{part:>9.2f}" for part in parts))
     lines.append(f"each further sequence {1e3 * calibration.per_sequence:.3f} ms")
     lines.append(f"each 1000 tokens of context {1e6 * calibration.per_context:.3f} ms")
+    if calibration.per_context_of_many is not None:
+        lines.append(f"the same of several sequences {1e6 * calibration.per_context_of_many:.3f} ms")
     return lines

@@ -119,6 +119,30 @@ class Trust:
         return 0.0 if ratio < self.LEAST else min(ratio, self.MOST)
 
 
+class Markup:
+    """What drafted tokens cost in passes over several texts, by what they would cost behind a lone one; decayed.
+
+    Trees of unlike sizes attend in calls of their own, which sizes alone do not say.
+    """
+
+    LEAST, MOST = 1.0, 4.0
+
+    def __init__(self, weight: float = 4.0, decay: float = 0.9) -> None:
+        self.weight, self.decay = weight, decay
+        self._expected = self._paid = 0.0
+
+    def record(self, expected: float, paid: float) -> None:
+        """Seconds of one pass beyond those of the same texts without drafts. A page fault counts for little."""
+        if not self._expected:
+            self._expected = self._paid = self.weight * expected
+        self._expected = self.decay * self._expected + expected
+        self._paid = self.decay * self._paid + min(max(paid, 0.0), self.MOST * expected)
+
+    @property
+    def value(self) -> float:
+        return min(max(self._paid / self._expected, self.LEAST), self.MOST) if self._expected else 1.0
+
+
 @dataclass
 class Patience:
     """When to try again what does not pay.

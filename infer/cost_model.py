@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ class Calibration:
     """tokens: sizes, rising. layers, head: seconds of one sequence's pass of that size behind `context` tokens.
 
     per_sequence: seconds that each further sequence adds to a pass over as many tokens. per_context: each token of
-    context, over all sequences.
+    context; per_context_of_many: the same, over all sequences of several, whose keys do not lie in one piece; None: as
+    of one.
     """
 
     tokens: tuple[int, ...]
@@ -64,6 +65,7 @@ class Calibration:
     context: int = 0
     per_sequence: float = 0.0
     per_context: float = 0.0
+    per_context_of_many: float | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens or not len(self.tokens) == len(self.layers) == len(self.head):
@@ -92,7 +94,10 @@ def fit(records: Iterable[Record]) -> Calibration:
         context,
     )
     per_context = _median(_excess(curve, r) / (r.shape.context - context) for r in best.values() if _is_deep(curve, r))
-    curve = Calibration(**(asdict(curve) | {"per_context": per_context}))
+    of_many = [(r, near) for r in best.values() if (near := _less_deep(best, r, context)) is not None]
+    gathered = _median(_seconds(r, near) / (r.shape.sequences * (r.shape.context - context)) for r, near in of_many)
+    rates = {"per_context": per_context, "per_context_of_many": gathered if of_many else None}
+    curve = Calibration(**(asdict(curve) | rates))
     per_sequence = _median(_excess(curve, r) / (r.shape.sequences - 1) for r in best.values() if r.shape.sequences > 1)
     return Calibration(**(asdict(curve) | {"per_sequence": per_sequence}))
 
@@ -101,10 +106,22 @@ def _is_deep(curve: Calibration, record: Record) -> bool:
     return record.shape.sequences == 1 and record.shape.context > curve.context
 
 
+def _less_deep(best: Mapping[Shape, Record], record: Record, context: int) -> Record | None:
+    """The same pass of several sequences behind the least context."""
+    shape = record.shape
+    is_deep = shape.sequences > 1 and shape.context > context
+    return best.get(replace(shape, context=context)) if is_deep else None
+
+
+def _seconds(longer: Record, shorter: Record) -> float:
+    return longer.layers + longer.head - shorter.layers - shorter.head
+
+
 def _excess(curve: Calibration, record: Record) -> float:
-    """Seconds beyond those of a lone sequence with as many tokens, and this context."""
-    context = record.shape.context * record.shape.sequences
-    return record.layers + record.head - float(CostModel(curve).seconds(record.shape.tokens, 1, context))
+    """Seconds beyond what the curve has for as many tokens and this context. Of sequences it knows no price yet."""
+    shape = record.shape
+    known = CostModel(curve).seconds(shape.tokens, shape.sequences, shape.context * shape.sequences)
+    return record.layers + record.head - float(known)
 
 
 def _median(values: Iterable[float]) -> float:
@@ -141,8 +158,10 @@ class CostModel:
     def _raw(
         self, sizes: Array, sequences: int, context: float | None, share: float = 1.0, unembedded: bool = True
     ) -> Array:
-        one = self.calibration
-        behind = 0.0 if context is None else one.per_context * (context - one.context)
+        one, rate = self.calibration, self.calibration.per_context
+        if sequences > 1 and one.per_context_of_many is not None:
+            rate = one.per_context_of_many
+        behind = 0.0 if context is None else rate * (context - one.context)
         layers = self._curve(sizes, self._layers) + one.per_sequence * (sequences - 1) + behind
         least = self._layers[0] * 0.5  # a context shorter than the calibration's takes off no more than that
         return share * np.maximum(layers, least) + (self._curve(sizes, self._head) if unembedded else 0.0)

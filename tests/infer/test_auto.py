@@ -25,7 +25,7 @@ from speclight.infer.build import (
     drafters_of,
     prepare,
 )
-from speclight.infer.choice import Acceptance, Patience, Trust, best_allocation, longest_wait
+from speclight.infer.choice import Acceptance, Markup, Patience, Trust, best_allocation, longest_wait
 from speclight.infer.cli import main
 from speclight.infer.cost_model import Calibration, CostModel
 from speclight.infer.draft_model import DraftModelDrafter
@@ -137,6 +137,19 @@ def test_patience_shrinks_with_the_load_that_made_it_long():
     patience.record(7, 0.1, longest_wait=64, load=2)
     assert patience.worth == 0.1 and patience.is_due(8, load=2), "what was known of sixteen texts is forgotten"
     assert patience.copy().is_due(0) and patience.copy().wait == patience.wait
+
+
+def test_a_markup_follows_what_drafts_cost_and_no_page_fault():
+    markup = Markup()
+    assert markup.value == 1.0
+    markup.record(0.01, 30.0)
+    assert markup.value < 2.0
+    for _ in range(100):
+        markup.record(0.01, 0.025)
+    assert markup.value == pytest.approx(2.5, abs=0.05)
+    for _ in range(100):
+        markup.record(0.01, -0.02)
+    assert markup.value == Markup.LEAST
 
 
 def test_waits_are_as_long_as_a_try_is_dear():
@@ -307,6 +320,31 @@ def test_a_cost_model_that_was_wrong_is_corrected():
     half = len(drafter.nodes) // 2
     assert sum(drafter.nodes[:half]) > 2 * sum(drafter.nodes[half:])
     assert sum(size > 0 for size in drafter.nodes[half:]) < 0.1 * half
+
+
+def test_drafts_of_several_texts_cost_what_they_have_cost():
+    """Their trees attend in calls of their own: twice the price of as many tokens of one text, or of texts without."""
+    clock = Clock()
+
+    class Apart(Timed):
+        def timed(self, seconds, new_tokens, sequences):
+            if sequences > 1:
+                plain, drafted = self.real.seconds([sequences, new_tokens], sequences)
+                self.fake.now += float(drafted - plain)
+            super().timed(seconds, new_tokens, sequences)
+
+    trees = ScriptedTrees(clock, long_texts(), right=True, score=0.9, seconds=0.0001)
+    drafter = Apart(trees, clock=clock, real=CHEAP, cost=CostModel(CHEAP))
+    run(drafter, 3, max_new_tokens=100)
+    assert 1.2 < drafter._markup.value < 2.5, "the cost model learns a part of it"
+    nodes, load = np.arange(5.0), Load(3, 3, 60)
+    raw = drafter.cost.seconds(3 + nodes, 3, 60)
+    marked = drafter._seconds(load, nodes)
+    assert marked[0] == raw[0] and marked[4] - raw[0] == pytest.approx(drafter._markup.value * (raw[4] - raw[0]))
+    alone = drafter._seconds(Load(1, 1, 20), nodes)
+    assert alone.tolist() == drafter.cost.seconds(1 + nodes, 1, 20).tolist()
+    drafter.reset()
+    assert drafter._markup.value > 1.2, "it is of the device"
 
 
 def test_chains_are_as_long_as_they_are_accepted_and_useless_ones_are_left():

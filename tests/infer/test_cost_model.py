@@ -55,18 +55,24 @@ def test_a_single_size_is_extrapolated_with_care_and_a_short_context_never_makes
     assert float(lone.seconds(1, context=0)) == pytest.approx(5.0)
 
 
-def test_fit_finds_the_curve_and_the_slopes_that_the_passes_were_made_with():
+@pytest.mark.parametrize("of_many", [None, 0.03])
+def test_fit_finds_the_curve_and_the_slopes_that_the_passes_were_made_with(of_many):
+    """Keys of several sequences may cost more than those of one, which lie in one piece."""
+    made_with = CostModel(replace(CURVE, per_context_of_many=of_many))
+
     def record(tokens: int, sequences: int, context: int) -> Record:
-        total = float(CostModel(CURVE).seconds(tokens, sequences, context * sequences))
+        total = float(made_with.seconds(tokens, sequences, context * sequences))
         head = {1: 1.0, 8: 2.0, 32: 4.0}[tokens]
         return Record(Shape(tokens, sequences, context), total - head, head)
 
     shapes = [(1, 1, 100), (8, 1, 100), (32, 1, 100), (8, 8, 100), (32, 4, 100), (1, 1, 900)]
+    shapes += [] if of_many is None else [(8, 8, 500)]
     slower = Record(Shape(8, 1, 100), 99.0, 1.0)
     found = fit([slower, *(record(*shape) for shape in shapes)])
     assert found.tokens == CURVE.tokens and found.context == 100
     assert found.layers == pytest.approx(CURVE.layers) and found.head == pytest.approx(CURVE.head)
     assert found.per_sequence == pytest.approx(0.5) and found.per_context == pytest.approx(0.01)
+    assert found.per_context_of_many == (None if of_many is None else pytest.approx(of_many))
 
 
 def test_noise_never_makes_a_larger_pass_cheaper_than_a_smaller_one():
