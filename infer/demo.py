@@ -21,7 +21,7 @@ DEMO_BUNDLE = Path("checkpoints/hispec-smollm2-135m")
 DEMO_VERIFIER = Path("checkpoints/diversed-smollm2-135m")
 """Heads for the demo's model; they come with the repository, not with the package."""
 DEMO_BOUND = 0.6
-"""How far DIVERSED may go from the model at a token. The demo's early exits are weak: at 0.4 and less nothing more is
+"""How far DIVERSED may go from the model at a token. The demo's early exits are weak: at 0.2 and less nothing more is
 accepted than without, and unbounded the text invents things."""
 
 QUESTION = (
