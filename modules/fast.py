@@ -44,10 +44,9 @@ class FastLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.packed and not torch.is_grad_enabled():
-            rows = hidden.shape[-2]
             padded = pad_rows(hidden, FEW_ROWS)
             product: Tensor = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], "")
-            return product if rows >= FEW_ROWS else product[..., :rows, :]
+            return product if padded is hidden else product[..., : hidden.shape[-2], :]
         return F.linear(hidden, self.unpacked(), self.bias)
 
     def unpacked(self) -> Tensor:
@@ -72,10 +71,8 @@ class FastNorm(nn.Module):
         offset = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
         self.eps = getattr(norm, "variance_epsilon", None) or norm.eps
         self.weight = norm.weight.detach() + offset
-        self.wide_weight, self.floor = (
-            self.weight.float(),
-            torch.full((1,), self.eps, dtype=torch.float32, device=self.weight.device),
-        )
+        self.wide_weight = self.weight.float()
+        self.floor = torch.full_like(self.wide_weight[:1], self.eps)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if hidden.device.type != "cpu" or hidden.dtype not in (torch.float32, torch.bfloat16):
