@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -39,7 +40,7 @@ from .estimates import (
     Estimates,
     Source,
 )
-from .recall import Continuations, Entry, Memory, Namespaces, continuation_classes
+from .recall import Continuations, Entry, Namespaces, SharedContinuations, Successors, continuation_classes
 from .request import Sequence
 
 MAX_ORDER = 3
@@ -92,6 +93,7 @@ class Grown:
 @dataclass
 class _State:
     """What is kept of one text. num_known: tokens in `texts` and `seen`; num_read: positions whose logits were seen.
+    successors: its own, where it shares nothing.
 
     guesses, earlier: {token: class} of the logits that the root was drawn from, and of those before.
     """
@@ -99,7 +101,7 @@ class _State:
     owner: int
     namespace: str
     texts: Continuations
-    private: Memory | None
+    successors: Successors | None
     seen: Counter[int] = field(default_factory=Counter)
     num_known: int = 0
     num_read: int = 0
@@ -131,7 +133,6 @@ class AdaptiveTrees:
         self.max_ngram, self.num_likely, self.shares, self.reads_prompt = max_ngram, num_likely, shares, reads_prompt
         self.clock, self.estimates, self.datastore = clock, Estimates(), datastore
         self.namespaces = Namespaces(max_ngram, MAX_ORDER, limit, ttl)
-        self._bounds = torch.tensor(PROBABILITY_BOUNDS, dtype=torch.float64)
         self._states: dict[int, _State] = {}
         self._owners = itertools.count()
         self.taught_by, self._decided = TAUGHT_BY, 0
@@ -177,10 +178,10 @@ class AdaptiveTrees:
 
     def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
         state, now = self._state(sequence), self.clock()
-        memory = self._memory(state)
+        _, successors = self._memory(state)
         for position, likely in zip(positions, self._classes(logits), strict=True):
             tail = tuple(sequence.token_ids[max(position + 1 - MAX_ORDER, 0) : position + 1])
-            memory.successors.remember(tail, likely, state.owner, now)
+            successors.remember(tail, likely, state.owner, now)
         state.num_read = max(state.num_read, positions[-1] + 1)
 
     def release(self, sequence_id: int) -> None:
@@ -197,20 +198,25 @@ class AdaptiveTrees:
     def _state(self, sequence: Sequence) -> _State:
         state = self._states.get(sequence.sequence_id)
         if state is None:
-            private = None if self.shares else Memory(self.max_ngram, MAX_ORDER)
-            state = _State(next(self._owners), sequence.params.namespace, Continuations(self.max_ngram), private)
+            its_own = None if self.shares else Successors(MAX_ORDER)
+            state = _State(next(self._owners), sequence.params.namespace, Continuations(self.max_ngram), its_own)
             self._states[sequence.sequence_id] = state
         return state
 
-    def _memory(self, state: _State) -> Memory:
-        return self.namespaces.of(state.namespace) if state.private is None else state.private
+    def _memory(self, state: _State) -> tuple[SharedContinuations | None, Successors]:
+        """(what its namespace's texts say, what the model said of their tokens); where it shares nothing of itself."""
+        if state.successors is not None:
+            return None, state.successors
+        memory = self.namespaces.of(state.namespace)
+        return memory.texts, memory.successors
 
     def _take_in(self, state: _State, sequence: Sequence, now: float) -> None:
         """Index what was emitted since; what is tentative is only context."""
         token_ids = sequence.token_ids[: len(sequence.token_ids) - sequence.num_tentative]
-        state.texts.extend(token_ids, state.num_known, state.owner, now)
-        if state.private is None:
-            self._memory(state).texts.extend(token_ids, state.num_known, state.owner, now)
+        state.texts.extend(token_ids, state.num_known)
+        shared, _ = self._memory(state)
+        if shared is not None:
+            shared.extend(token_ids, state.num_known, now)
         state.seen.update(token_ids[state.num_known :])
         state.num_known = max(len(token_ids), state.num_known)
 
@@ -224,11 +230,11 @@ class AdaptiveTrees:
         state.guesses = dict(likely[-1])
         if sequence.num_tentative:  # what an intermediate layer says of its own drafts
             return
-        now, memory = self.clock(), self._memory(state)
+        now, (_, successors) = self.clock(), self._memory(state)
         path = [seen.tree.token_ids[node] for node in seen.verdict.path[1:]]
         text = [*sequence.token_ids[-MAX_ORDER:], *path]
         for end, row in enumerate(likely, start=len(text) - len(path)):
-            memory.successors.remember(tuple(text[max(end - MAX_ORDER, 0) : end]), row, state.owner, now)
+            successors.remember(tuple(text[max(end - MAX_ORDER, 0) : end]), row, state.owner, now)
         state.num_read = max(state.num_read, len(sequence.token_ids) + len(path))
 
     def _settle(self, state: _State, grown: Grown, emitted: list[int]) -> None:
@@ -246,8 +252,10 @@ class AdaptiveTrees:
     def _classes(self, logits: Tensor) -> list[dict[int, int]]:
         """Per row its likeliest tokens with the classes of their probabilities, likeliest first."""
         ids, logprobs = likeliest(logits, self.num_likely)
-        classes = torch.bucketize(logprobs, self._bounds.to(logprobs), right=True)
-        return [dict(zip(*row, strict=True)) for row in zip(ids.tolist(), classes.tolist(), strict=True)]
+        return [
+            dict(zip(row, [bisect(PROBABILITY_BOUNDS, logprob) for logprob in its_own], strict=True))
+            for row, its_own in zip(ids.tolist(), logprobs.tolist(), strict=True)
+        ]
 
     # -- growing -------------------------------------------------------------------------------------------------
 
@@ -255,10 +263,10 @@ class AdaptiveTrees:
         """Everything known about what follows a node."""
         tail, depth = grown.tails[node], grown.depths[node]
         parent = grown.contexts[grown.parents[node]] if node else None
+        shared, successors = self._memory(state)
         order, ngram, sources = self._from_text(state, parent, tail, now)
-        shared_order, others = self._from_namespace(state, parent, tail, now)
-        memory = self._memory(state)
-        records = memory.successors.after(tail, now)
+        shared_order, others = (0, []) if shared is None else self._from_others(shared, parent, tail, now)
+        records = successors.after(tail, now)
         sources += others + _record_sources(records, state.owner)
         if records and ngram:
             sources.append((NGRAM, OFFSETS["agreement"], _agreement(order, ngram, records[0][1][2])))
@@ -277,7 +285,7 @@ class AdaptiveTrees:
             matches, longest, source = self._from_datastore(self.datastore, parent, tail)
             place, sources = (*place, OFFSETS["corpus-order"] + longest), sources + source
         followed = state.texts.after(tail[-1], now)
-        followed_by_any = memory.texts.after(tail[-1], now) if state.private is None else {}
+        followed_by_any = {} if shared is None else shared.after(tail[-1], now)
         return Context(place, sources, order, shared_order, matches, state.seen, followed, followed_by_any)
 
     def _from_text(
@@ -289,19 +297,17 @@ class AdaptiveTrees:
             return 0, {}, []
         ngram = continuation_classes(min(order, ORDERS - 1), counts)
         sources: list[Source] = [(NGRAM, OFFSETS["ngram"], ngram)]
-        shorter = state.texts.table.get(tail[1 - order :], now) if order > 1 else None
+        shorter = state.texts.get(tail[1 - order :], now) if order > 1 else None
         if shorter is not None:
-            sources.append((NGRAM, OFFSETS["backoff"], continuation_classes(min(order, ORDERS) - 1, shorter[2])))
+            sources.append((NGRAM, OFFSETS["backoff"], continuation_classes(min(order, ORDERS) - 1, shorter)))
         return order, ngram, sources
 
-    def _from_namespace(
-        self, state: _State, parent: Context | None, tail: tuple[int, ...], now: float
+    def _from_others(
+        self, shared: SharedContinuations, parent: Context | None, tail: tuple[int, ...], now: float
     ) -> tuple[int, list[Source]]:
         """(longest n-gram that matches in the namespace's texts, what followed it if it is longer than one token)."""
-        if state.private is not None:
-            return 0, []
         most = self.max_ngram if parent is None else parent.shared_order + 1
-        order, counts = self._memory(state).texts.longest(tail, most, now)
+        order, counts = shared.longest(tail, most, now)
         if order < 2:
             return order, []
         return order, [(NGRAM, OFFSETS["shared-ngram"], continuation_classes(min(order, ORDERS - 1), counts))]

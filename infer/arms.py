@@ -6,6 +6,7 @@ from a factor by which its steps have been slower or faster than that.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -95,21 +96,22 @@ class ChainArm:
         """Seconds to show heads what waits for them, each one layer."""
         below = [(s.table, [reader for reader in s.table.owed if reader[1] <= self.depth(s)]) for s in sequences]
         waiting = sum(table.num_owed(reader) for table, readers in below for reader in readers)
-        seconds = self.model_cost.seconds(waiting, share=1.0 / self.model.num_layers, unembedded=False)
-        return float(seconds) if waiting else 0.0
+        share = 1.0 / self.model.num_layers
+        return self.model_cost.seconds(waiting, share=share, unembedded=False) if waiting else 0.0
 
     def depth(self, sequence: Sequence) -> int:
         return self.drafter.depth(sequence.params)
 
     def plans(self, sequences: SequenceOf[Sequence], load: Load, most: int, overhead: float) -> list[ChainPlan]:
-        lengths = np.arange(1, most + 1)
         drafting, saved = self.drafting(sequences, load)
-        verifying = self.model_cost.seconds(
-            load.tokens + len(sequences) * lengths, load.sequences, load.context, share=1.0 - saved
-        )
-        seconds = self.slowness * (drafting * lengths + verifying) + overhead
-        emitted = 1.0 + self.acceptance.accepted(most)[1:]
-        return [ChainPlan(int(n), float(e), float(s)) for n, e, s in zip(lengths, emitted, seconds, strict=True)]
+
+        def seconds(length: int) -> float:
+            tokens = load.tokens + len(sequences) * length
+            verifying = self.model_cost.seconds(tokens, load.sequences, load.context, share=1.0 - saved)
+            return self.slowness * (drafting * length + verifying) + overhead
+
+        accepted = self.acceptance.accepted(most)
+        return [ChainPlan(length, 1.0 + float(accepted[length]), seconds(length)) for length in range(1, most + 1)]
 
     def drafting(self, sequences: SequenceOf[Sequence], load: Load) -> tuple[float, float]:
         """(seconds of drafting one more token, part of the target's layers that verification then leaves out)."""
@@ -155,7 +157,7 @@ class EarlyExitArm(ChainArm):
 
     def drafting(self, sequences: SequenceOf[Sequence], load: Load) -> tuple[float, float]:
         share, count = self.share(sequences), len(sequences)
-        return float(self.model_cost.seconds(count, count, load.context, share=share)), share / 2
+        return self.model_cost.seconds(count, count, load.context, share=share), share / 2
 
 
 class DraftModelArm(ChainArm):
@@ -172,7 +174,7 @@ class DraftModelArm(ChainArm):
     def drafting(self, sequences: SequenceOf[Sequence], load: Load) -> tuple[float, float]:
         assert self.own_cost is not None, "attach() makes one"
         count = len(sequences)
-        return float(self.own_cost.seconds(count, count, load.context)), 0.0
+        return self.own_cost.seconds(count, count, load.context), 0.0
 
 
 class HiSpecArm(ChainArm):
@@ -194,26 +196,29 @@ class HiSpecArm(ChainArm):
 
     def plans(self, sequences: SequenceOf[Sequence], load: Load, most: int, overhead: float) -> list[ChainPlan]:
         """Every (N_i, N_d) of which the second is not the larger."""
-        goals, inners = np.meshgrid(np.arange(1, most + 1), np.arange(1, min(LONGEST_INNER, most) + 1))
-        goals, inners = goals[inners <= goals], inners[inners <= goals]
-        per_round = 1.0 + self.inner.accepted(LONGEST_INNER)[inners]
-        rounds = np.ceil(goals / per_round)
-        windows = np.minimum(rounds * per_round, float(most))
-        seconds = self.slowness * self._seconds(sequences, load, inners, rounds, windows) + overhead
-        accepted = self.acceptance.accepted(most)
-        emitted = 1.0 + np.interp(windows, np.arange(most + 1), accepted)
-        rows = zip(goals, emitted, seconds, inners, strict=True)
-        return [ChainPlan(int(goal), float(e), float(s), int(inner)) for goal, e, s, inner in rows]
+        inner_accepted, accepted = self.inner.accepted(LONGEST_INNER), self.acceptance.accepted(most)
+        found = []
+        for inner in range(1, min(LONGEST_INNER, most) + 1):
+            per_round, of_round = 1.0 + float(inner_accepted[inner]), self._round_seconds(sequences, load, inner)
+            for goal in range(inner, most + 1):
+                rounds = math.ceil(goal / per_round)
+                window = min(rounds * per_round, float(most))
+                seconds = self.slowness * (rounds * of_round + self._last_seconds(sequences, load, window)) + overhead
+                emitted = 1.0 + float(np.interp(window, np.arange(most + 1), accepted))
+                found.append(ChainPlan(goal, emitted, seconds, inner))
+        return found
 
-    def _seconds(
-        self, sequences: SequenceOf[Sequence], load: Load, inners: np.ndarray, rounds: np.ndarray, windows: np.ndarray
-    ) -> np.ndarray:
+    def _round_seconds(self, sequences: SequenceOf[Sequence], load: Load, inner: int) -> float:
+        """Of an inner draft and the pass up to L_i that verifies it."""
         count, share, below = len(sequences), self.share(sequences), self._inner_share(sequences)
-        cost, context = self.model_cost, load.context
-        drafting = inners * cost.seconds(count, count, context, share=below)
-        drafting = drafting + cost.seconds(count * (1 + inners), count, context, share=max(share - below, 0.0))
-        last = cost.seconds(load.tokens + count * windows, load.sequences, context, share=1.0 - share)
-        return rounds * drafting + last
+        drafting = self.model_cost.seconds(count, count, load.context, share=below)
+        checked = count * (1 + inner)
+        return inner * drafting + self.model_cost.seconds(checked, count, load.context, share=max(share - below, 0.0))
+
+    def _last_seconds(self, sequences: SequenceOf[Sequence], load: Load, window: float) -> float:
+        """Of the layers behind L_i."""
+        tokens, share = load.tokens + len(sequences) * window, 1.0 - self.share(sequences)
+        return self.model_cost.seconds(tokens, load.sequences, load.context, share=share)
 
     def _inner_share(self, sequences: SequenceOf[Sequence]) -> float:
         inner = self.hierarchical.inner

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..modules.kv_cache import PagedKVCache
@@ -25,7 +23,7 @@ from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
 from .arms import PROBE_STEPS, ChainArm, ChainPlan, Load, arm_of
 from .calibrate import quick_calibration
-from .choice import Allocation, Markup, Patience, Trust, best_allocation, longest_wait, smoothed
+from .choice import Allocation, Patience, Ratio, best_allocation, longest_wait, smoothed
 from .cost_model import CostModel
 from .drafter import Drafter, Observation, SomeFailed, TreeDrafter
 from .exits import Tap
@@ -38,6 +36,8 @@ PROBING_SHARE = 0.01
 LONGEST_PROBE_WAIT = 1024
 MARGIN = 1.05
 """What a chain must promise over trees: both are estimates, and what looks best of several is so by luck too."""
+TRUST = {"weight": 6.0, "decay": 0.97, "least": 0.02, "most": 1.2, "below": 0.0}
+"""In trees' promises: accepted tokens by expected ones. Those that say nothing are worth nothing."""
 WEIGHED_EVERY = 8
 """Steps after which a chain drafter that is not in use is weighed anew."""
 
@@ -104,11 +104,10 @@ class AutoDrafter(Drafter):
             raise ValueError("auto needs a drafter to choose, got none")
         self.tree, self.bound, self.cost, self.clock = tree, bound, cost, clock
         self.exits = tuple(dict.fromkeys(exits for part in self.parts for exits in part.exits))
-        self._markup = Markup()
         self._clear()
 
     def _clear(self) -> None:
-        self._trust, self._typical = Trust(), Patience()
+        self._trust, self._typical = Ratio(**TRUST), Patience()
         self._patience: dict[int, Patience] = {}
         self._new: set[int] = set()  # texts that the trees have not seen
         self._growth = self._reading = 0.0  # seconds by a node, and by a text whose rows trees learn from
@@ -169,7 +168,7 @@ class AutoDrafter(Drafter):
             part.release(sequence_id)
 
     def reset(self) -> None:
-        """The cost model and what is put on its prices stay: they are of the device, not of what was said."""
+        """The cost model stays: it is of the device, not of what was said."""
         for part in self.parts:
             part.reset()
         for arm in self.arms:
@@ -223,7 +222,7 @@ class AutoDrafter(Drafter):
     def _decide(self, sequences: SequenceOf[Sequence], step: _Step) -> list[TokenTree]:
         trees = best_allocation(
             [one.scores for one in step.grown.values()],
-            lambda nodes: self._seconds(step.load, nodes) + self._observing,
+            lambda nodes: self._seconds(step.load, nodes),
             len(sequences) - len(step.grown),
             self._trust.value,
             step.overhead,
@@ -239,12 +238,11 @@ class AutoDrafter(Drafter):
             return self._chain_trees(sequences, allowed, step)
         return [self._kept_tree(sequence, step) for sequence in sequences]
 
-    def _seconds(self, load: Load, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of passes with so many nodes of trees, the first of them 0."""
+    def _seconds(self, load: Load, nodes: int) -> list[float]:
+        """Of steps with 0 ... so many nodes of trees, and what is learned from them."""
         assert self.cost is not None, "attach() makes one"
-        seconds = self.cost.seconds(load.tokens + nodes, load.sequences, load.context)
-        markup = self._markup.value if load.sequences > 1 else 1.0
-        return seconds[0] + markup * (seconds - seconds[0])
+        found = self.cost.drafted(nodes, load.tokens, load.sequences, load.context)
+        return [one + self._observing for one in found]
 
     def _choose_arm(
         self, allowed: list[Sequence], step: _Step, trees: Allocation
@@ -421,10 +419,7 @@ class AutoDrafter(Drafter):
         if step.arm is None:
             assert self.cost is not None
             seconds = max(seconds - own, 1e-9)
-            if step.nodes and sequences > 1:
-                plain, drafted = self.cost.seconds([step.load.tokens, new_tokens], sequences, step.load.context)
-                self._markup.record(max(float(drafted - plain), 1e-9), seconds - float(plain))
-            self.cost.learn(seconds, new_tokens, sequences, step.load.context)
+            self.cost.learn(seconds, new_tokens, sequences, step.load.context, step.nodes)
         elif step.plan is not None:
             if not step.arm.reads_on or self._steps - step.arm.last_used <= PROBE_STEPS - 1:
                 step.arm.timed(step.plan, seconds)

@@ -229,7 +229,7 @@ def table(calibration: Calibration, num_layers: int) -> list[str]:
     lines = [f"ms a pass, {num_layers} layers, one sequence of {calibration.context} tokens"]
     lines.append(f"{'tokens':>8}{'1/8':>9}{'1/4':>9}{'all':>9}")
     for tokens in calibration.tokens:
-        parts = [1e3 * float(model.seconds(tokens, share=share)) for share in (0.125, 0.25, 1.0)]
+        parts = [1e3 * model.seconds(tokens, share=share) for share in (0.125, 0.25, 1.0)]
         lines.append(f"{tokens:>8}" + "".join(f"{part:>9.2f}" for part in parts))
     lines.append(f"each further sequence {1e3 * calibration.per_sequence:.3f} ms")
     lines.append(f"each 1000 tokens of context {1e6 * calibration.per_context:.3f} ms")

@@ -5,8 +5,10 @@ A step over B sequences emits B tokens and what is accepted besides; what counts
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +37,7 @@ class Allocation(NamedTuple):
 
 def best_allocation(
     scores: Sequence[Sequence[float]],
-    seconds: Callable[[Array], Array],
+    seconds: Callable[[int], Sequence[float]],
     others: int = 0,
     trust: float = 1.0,
     spent: float = 0.0,
@@ -44,22 +46,31 @@ def best_allocation(
     """One budget over all trees: the first n of all nodes in order of their scores, for the n of the greatest rate.
 
     scores: per tree its nodes' probabilities of being accepted, without the root, falling; so that what is kept of
-        a tree is its beginning. seconds: of a step with so many drafted nodes; every n is tried, it need not be convex.
+        a tree is its beginning. seconds: of steps with 0 ... n drafted nodes; every number is tried, it need not be
+        convex.
     others: sequences of the step without a tree. trust: what the probabilities have proved to be worth.
     spent: seconds that growing the trees took. growth: what a node usually takes.
+
+    Plain Python: of so few numbers it is several times as fast as array operations.
     """
-    flat = np.array([score for tree in scores for score in tree], dtype=np.float64)
-    owners = np.repeat(np.arange(len(scores)), np.array([len(tree) for tree in scores], dtype=np.int64))
-    order = np.argsort(-flat, kind="stable")  # of equals a tree's earlier node first
-    emitted = len(scores) + others + trust * np.concatenate(([0.0], np.cumsum(flat[order])))
-    nodes = np.arange(len(flat) + 1, dtype=np.float64)
-    cost = seconds(nodes)
+    ranked = [(score, tree) for tree, found in enumerate(scores) for score in found]
+    ranked.sort(key=itemgetter(0), reverse=True)  # of equals a tree's earlier node first
+    cost, plain = seconds(len(ranked)), float(len(scores) + others)
+    emitted = [plain + trust * total for total in itertools.accumulate([score for score, _ in ranked], initial=0.0)]
+
+    def best(prices: Sequence[float]) -> int:
+        rates = [tokens / price for tokens, price in zip(emitted, prices, strict=True)]
+        return rates.index(max(rates))
 
     def first(count: int) -> list[int]:
-        return np.bincount(owners[order[:count]], minlength=len(scores)).tolist()
+        kept = [0] * len(scores)
+        for _, tree in ranked[:count]:
+            kept[tree] += 1
+        return kept
 
-    best, worthy = int(np.argmax(emitted / (cost + spent))), int(np.argmax(emitted / (cost + growth * nodes)))
-    return Allocation(first(best), float(emitted[best]), float(cost[best]) + spent, first(worthy), float(cost[0]))
+    run = best([price + spent for price in cost])
+    worthy = best([price + growth * count for count, price in enumerate(cost)])
+    return Allocation(first(run), emitted[run], cost[run] + spent, first(worthy), cost[0])
 
 
 class Acceptance:
@@ -97,50 +108,27 @@ class Acceptance:
         return np.array(found)
 
 
-class Trust:
-    """Accepted tokens by expected ones, decayed: 1 where probabilities are right, 0 where they say nothing."""
+class Ratio:
+    """What came by what was expected, decayed and bounded: 1 at first, as if `weight` had been expected and had come.
 
-    LEAST, MOST = 0.02, 1.2
+    least, most: bounds. below: what less than the least counts as.
+    """
 
-    def __init__(self, weight: float = 6.0, decay: float = 0.97) -> None:
-        self.weight, self.decay = weight, decay
+    def __init__(self, weight: float, decay: float, least: float, most: float, below: float) -> None:
+        self.weight, self.decay, self.least, self.most, self.below = weight, decay, least, most, below
         self.reset()
 
     def reset(self) -> None:
-        self._expected = self._accepted = self.weight
+        self._expected = self._came = self.weight
 
-    def record(self, expected: float, accepted: float) -> None:
+    def record(self, expected: float, came: float) -> None:
         self._expected = self.decay * self._expected + expected
-        self._accepted = self.decay * self._accepted + accepted
+        self._came = self.decay * self._came + came
 
     @property
     def value(self) -> float:
-        ratio = self._accepted / max(self._expected, 1e-9)
-        return 0.0 if ratio < self.LEAST else min(ratio, self.MOST)
-
-
-class Markup:
-    """What drafted tokens cost in passes over several texts, by what they would cost behind a lone one; decayed.
-
-    Trees of unlike sizes attend in calls of their own, which sizes alone do not say.
-    """
-
-    LEAST, MOST = 1.0, 4.0
-
-    def __init__(self, weight: float = 4.0, decay: float = 0.9) -> None:
-        self.weight, self.decay = weight, decay
-        self._expected = self._paid = 0.0
-
-    def record(self, expected: float, paid: float) -> None:
-        """Seconds of one pass beyond those of the same texts without drafts. A page fault counts for little."""
-        if not self._expected:
-            self._expected = self._paid = self.weight * expected
-        self._expected = self.decay * self._expected + expected
-        self._paid = self.decay * self._paid + min(max(paid, 0.0), self.MOST * expected)
-
-    @property
-    def value(self) -> float:
-        return min(max(self._paid / self._expected, self.LEAST), self.MOST) if self._expected else 1.0
+        ratio = self._came / max(self._expected, 1e-9)
+        return self.below if ratio < self.least else min(ratio, self.most)
 
 
 @dataclass

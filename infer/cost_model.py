@@ -8,20 +8,19 @@ It decides how much is drafted, never what is emitted. Host arithmetic: `calibra
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import statistics
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
+from .choice import Ratio
 from .files import replace_file
 
 FORMAT = 1
-Array = NDArray[np.float64]
 
 UNKNOWN_SLOPE = 0.05
 """Where a single size was measured: what each further token is taken to cost, as a part of that pass."""
@@ -30,6 +29,9 @@ LIKE_OTHERS, VISITED, OVERALL = 0.003, 0.1, 0.05
 is near; and that the mean goes. A point's first samples count for more: a hasty calibration is off by a constant."""
 LARGEST_JUMP = 1.5
 """A sample counts as at most so many times what was expected, or as little: a page fault is no trend."""
+MARKUP = {"weight": 1.0, "decay": 0.9, "least": 1.0, "most": 4.0, "below": 1.0}
+"""On the price of nodes among several sequences: what they have cost by what they should have, both in passes without
+them."""
 
 
 @dataclass(frozen=True, order=True)
@@ -89,8 +91,8 @@ def fit(records: Iterable[Record]) -> Calibration:
     points = [best[shape] for shape in lone if shape.context == context]
     curve = Calibration(
         tuple(point.shape.tokens for point in points),
-        tuple(np.maximum.accumulate([point.layers for point in points]).tolist()),
-        tuple(np.maximum.accumulate([point.head for point in points]).tolist()),
+        tuple(itertools.accumulate((point.layers for point in points), max)),
+        tuple(itertools.accumulate((point.head for point in points), max)),
         context,
     )
     per_context = _median(_excess(curve, r) / (r.shape.context - context) for r in best.values() if _is_deep(curve, r))
@@ -121,7 +123,7 @@ def _excess(curve: Calibration, record: Record) -> float:
     """Seconds beyond what the curve has for as many tokens and this context. Of sequences it knows no price yet."""
     shape = record.shape
     known = CostModel(curve).seconds(shape.tokens, shape.sequences, shape.context * shape.sequences)
-    return record.layers + record.head - float(known)
+    return record.layers + record.head - known
 
 
 def _median(values: Iterable[float]) -> float:
@@ -130,71 +132,95 @@ def _median(values: Iterable[float]) -> float:
 
 
 class CostModel:
-    """A calibration, and what serving has taught since: a factor for each of its points."""
+    """A calibration, and what serving has taught since: a factor for each of its points, and a markup.
+
+    Plain Python: a step asks for few sizes, of which it is several times as fast as array operations.
+    """
 
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
-        self._tokens = np.array(calibration.tokens, dtype=np.float64)
-        self._layers, self._head = np.array(calibration.layers), np.array(calibration.head)
-        self._factors, self._overall = np.ones(len(self._tokens)), 1.0
-        self._visits = np.zeros(len(self._tokens))
+        self._tokens, self._layers, self._head = (list(one) for one in _at_least_two(calibration))
+        self._factors, self._overall = [1.0] * len(self._tokens), 1.0
+        self._visits = [0.0] * len(self._tokens)
+        self._markup = Ratio(**MARKUP)
 
     def seconds(
         self,
-        tokens: ArrayLike,
+        tokens: float,
         sequences: int = 1,
         context: float | None = None,
         share: float = 1.0,
         unembedded: bool = True,
-    ) -> Array:
-        """Of passes over so many new tokens each. context: tokens in the cache, of all sequences.
+    ) -> float:
+        """Of a pass over so many new tokens. context: tokens in the cache, of all sequences.
 
         share: of the layers that is run. unembedded: logits of all tokens are taken behind them.
         """
-        sizes = np.asarray(tokens, dtype=np.float64)
-        raw = self._raw(sizes, sequences, context, share, unembedded)
-        return raw * np.interp(sizes, self._tokens, self._factors)
+        return self._raw(tokens, sequences, context, share, unembedded) * self._factor(tokens)
+
+    def drafted(self, nodes: int, tokens: int, sequences: int = 1, context: float | None = None) -> list[float]:
+        """[nodes + 1] of passes over so many new tokens and 0 ... `nodes` drafted ones besides.
+
+        In passes over several sequences trees of unlike sizes attend in calls of their own: what their nodes have cost
+        more than as many tokens of one is put on their price.
+        """
+        found = [self.seconds(tokens + count, sequences, context) for count in range(nodes + 1)]
+        if sequences == 1:
+            return found
+        return [found[0] + self._markup.value * (one - found[0]) for one in found]
 
     def _raw(
-        self, sizes: Array, sequences: int, context: float | None, share: float = 1.0, unembedded: bool = True
-    ) -> Array:
+        self, tokens: float, sequences: int, context: float | None, share: float = 1.0, unembedded: bool = True
+    ) -> float:
         one, rate = self.calibration, self.calibration.per_context
         if sequences > 1 and one.per_context_of_many is not None:
             rate = one.per_context_of_many
         behind = 0.0 if context is None else rate * (context - one.context)
-        layers = self._curve(sizes, self._layers) + one.per_sequence * (sequences - 1) + behind
+        point, way = self._place(tokens)
+        layers = self._layers[point] + way * (self._layers[point + 1] - self._layers[point])
+        layers += one.per_sequence * (sequences - 1) + behind
         least = self._layers[0] * 0.5  # a context shorter than the calibration's takes off no more than that
-        return share * np.maximum(layers, least) + (self._curve(sizes, self._head) if unembedded else 0.0)
+        head = self._head[point] + way * (self._head[point + 1] - self._head[point]) if unembedded else 0.0
+        return share * max(layers, least) + head
 
-    def _curve(self, sizes: Array, seconds: Array) -> Array:
-        """Between points a line, beyond the last the line through the last two."""
-        first, last = self._tokens[0], self._tokens[-1]
-        if len(self._tokens) == 1:
-            return seconds[0] * (1.0 + UNKNOWN_SLOPE * np.maximum(sizes - first, 0.0))
-        slope = (seconds[-1] - seconds[-2]) / (last - self._tokens[-2])
-        return np.interp(sizes, self._tokens, seconds) + slope * np.maximum(sizes - last, 0.0)
+    def _place(self, tokens: float) -> tuple[int, float]:
+        """(a point, how far towards the next the size lies): beyond the last two points the line through them."""
+        point = min(max(bisect(self._tokens, tokens) - 1, 0), len(self._tokens) - 2)
+        first, second = self._tokens[point : point + 2]
+        return point, max((tokens - first) / (second - first), 0.0)
 
-    def learn(self, seconds: float, tokens: int, sequences: int = 1, context: float | None = None) -> None:
-        """A pass was timed. Points near its size follow it; the others drift to the mean of what is measured."""
-        size = np.asarray(float(tokens))
-        now = float(np.interp(size, self._tokens, self._factors))
-        raw = float(self._raw(size, sequences, context))
-        sample = min(max(seconds / raw, now / LARGEST_JUMP), now * LARGEST_JUMP)
+    def _factor(self, tokens: float) -> float:
+        point, way = self._place(tokens)
+        return self._factors[point] + min(way, 1.0) * (self._factors[point + 1] - self._factors[point])
+
+    def learn(
+        self, seconds: float, tokens: int, sequences: int = 1, context: float | None = None, drafted: int = 0
+    ) -> None:
+        """A pass was timed; `drafted` of its tokens were nodes of trees. Points near its size follow it; the others
+        drift to the mean of what is measured."""
+        if drafted and sequences > 1:
+            plain = self.seconds(tokens - drafted, sequences, context)
+            expected, paid = self.seconds(tokens, sequences, context) / plain - 1.0, seconds / plain - 1.0
+            self._markup.record(expected, min(max(paid, 0.0), MARKUP["most"] * expected))  # a page fault is no price
+        now = self._factor(tokens)
+        sample = seconds / self._raw(tokens, sequences, context)
+        sample = min(max(sample, now / LARGEST_JUMP), now * LARGEST_JUMP)
         self._overall += OVERALL * (sample - self._overall)
-        self._factors += LIKE_OTHERS * (self._overall - self._factors)
-        for point, weight in self._neighbours(float(tokens)):
-            rate = max(VISITED, 0.5 / (1.0 + self._visits[point]))
-            self._factors[point] += rate * weight * (sample - self._factors[point])
-            self._visits[point] += weight
+        self._factors = [one + LIKE_OTHERS * (self._overall - one) for one in self._factors]
+        point, way = self._place(tokens)
+        for near, weight in ((point, 1.0 - min(way, 1.0)), (point + 1, min(way, 1.0))):
+            rate = max(VISITED, 0.5 / (1.0 + self._visits[near]))
+            self._factors[near] += rate * weight * (sample - self._factors[near])
+            self._visits[near] += weight
 
-    def _neighbours(self, tokens: float) -> list[tuple[int, float]]:
-        """The points that a size lies between, with its weights on them."""
-        above = int(np.searchsorted(self._tokens, tokens))
-        if above == 0 or above == len(self._tokens):
-            return [(min(above, len(self._tokens) - 1), 1.0)]
-        width = self._tokens[above] - self._tokens[above - 1]
-        weight = float((tokens - self._tokens[above - 1]) / width)
-        return [(above - 1, 1.0 - weight), (above, weight)]
+
+def _at_least_two(one: Calibration) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+    """Sizes, and seconds in the layers and the head; where one was measured with a careful guess at the next."""
+    if len(one.tokens) > 1:
+        return one.tokens, one.layers, one.head
+    grown = 1.0 + UNKNOWN_SLOPE
+    layers, head = one.layers[0], one.head[0]
+    return (one.tokens[0], one.tokens[0] + 1), (layers, grown * layers), (head, grown * head)
 
 
 # --- storage ------------------------------------------------------------------------------------------------------

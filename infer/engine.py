@@ -258,10 +258,10 @@ class Engine:
             return chunks
         scheduled = time.perf_counter()
         trees = self._propose([item.sequence for item in plan if item.reaches_root])
+        drafted = time.perf_counter()
         steps = [_Step(item, trees.get(item.sequence.sequence_id)) for item in plan]
         items = [step.item for step in steps]
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
-        drafted = time.perf_counter()
         states, logits, reading = self._run(batch, steps)
         ran = time.perf_counter()
         verdicts = [self._verify(*parts) for parts in zip(steps, states, logits, strict=True)]

@@ -6,8 +6,9 @@ older than its time to live as not there. What belongs to one namespace is in no
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 MAX_NAMESPACES = 64
 """Namespaces remembered at once; the one that was used longest ago goes first."""
@@ -31,10 +32,6 @@ class Table:
     def __len__(self) -> int:
         return len(self.entries)
 
-    @property
-    def is_bounded(self) -> bool:
-        return self.limit is not None or self.ttl is not None
-
     def get(self, key: tuple[int, ...], now: float) -> Entry | None:
         found = self.entries.get(key)
         if found is None or (self.ttl is not None and now - found[0] > self.ttl):
@@ -48,43 +45,94 @@ class Table:
             self.entries.popitem(last=False)
 
 
-class Continuations:
-    """Which tokens followed each n-gram of up to `max_ngram` tokens, how often, and which of them last."""
+class Lookups:
+    """What an n-gram says of the token behind it; `get` is a subclass's."""
 
-    def __init__(self, max_ngram: int, limit: int | None = None, ttl: float | None = None) -> None:
-        self.max_ngram, self.table = max_ngram, Table(limit, ttl)
-
-    def extend(self, token_ids: Sequence[int], start: int, owner: int, now: float) -> None:
-        """Take in token_ids[start:]; what stands before them is their context."""
-        is_bounded = self.table.is_bounded
-        for end in range(max(start, 1), len(token_ids)):
-            token_id = token_ids[end]
-            tail = tuple(token_ids[max(end - self.max_ngram, 0) : end])
-            for first in range(len(tail)):
-                key = tail[first:]
-                found = self.table.get(key, now)
-                if found is None:
-                    self.table.put(key, owner, {token_id: 1}, now)
-                    continue
-                counts = found[2]
-                counts[token_id] = counts.pop(token_id, 0) + 1  # the latest stands last
-                if is_bounded:  # when it was met counts
-                    if len(counts) > MOST_COUNTED:
-                        del counts[next(iter(counts))]
-                    self.table.put(key, owner, counts, now)
+    def get(self, key: tuple[int, ...], now: float) -> dict[int, int] | None:
+        """{token: count} after an n-gram that is known, the latest last."""
+        raise NotImplementedError
 
     def longest(self, tail: tuple[int, ...], most: int, now: float) -> tuple[int, dict[int, int]]:
         """(length of the longest known suffix of `tail`, {token: count} after it); none is longer than `most`."""
         for length in range(min(most, len(tail)), 0, -1):
-            found = self.table.get(tail[-length:], now)
+            found = self.get(tail[-length:], now)
             if found is not None:
-                return length, found[2]
+                return length, found
         return 0, {}
 
-    def after(self, token_id: int, now: float) -> Mapping[int, int]:
+    def after(self, token_id: int, now: float) -> dict[int, int]:
         """{token: count} of what followed one token."""
-        found = self.table.get((token_id,), now)
-        return {} if found is None else found[2]
+        return self.get((token_id,), now) or {}
+
+
+Counts = int | dict[int, int]
+"""{token: count} of what followed an n-gram, the latest last; or, as of most, the one token that did, once. That takes
+little memory, and nothing that the garbage collector has to look at again and again."""
+
+
+def _counted(counts: Counts, token_id: int) -> Counts:
+    """With one token more."""
+    if not isinstance(counts, dict):
+        counts = {counts: 1}
+    counts[token_id] = counts.pop(token_id, 0) + 1
+    return counts
+
+
+class Continuations(Lookups):
+    """Which tokens followed each n-gram of up to `max_ngram` tokens, how often, and which of them last: of one text."""
+
+    def __init__(self, max_ngram: int) -> None:
+        self.max_ngram = max_ngram
+        self.entries: dict[tuple[int, ...], Counts] = {}
+
+    def extend(self, token_ids: Sequence[int], start: int) -> None:
+        """Take in token_ids[start:]; what stands before them is their context."""
+        entries = self.entries
+        for key, token_id in _ngrams(token_ids, start, self.max_ngram):
+            counts = entries.get(key)
+            entries[key] = token_id if counts is None else _counted(counts, token_id)
+
+    def get(self, key: tuple[int, ...], now: float) -> dict[int, int] | None:
+        found = self.entries.get(key)
+        return {found: 1} if isinstance(found, int) else found
+
+
+class SharedContinuations(Lookups):
+    """The same of many texts. limit: n-grams kept. ttl: seconds after which one is as good as gone."""
+
+    def __init__(self, max_ngram: int, limit: int, ttl: float | None) -> None:
+        self.max_ngram, self.limit, self.ttl = max_ngram, limit, math.inf if ttl is None else ttl
+        self.entries: OrderedDict[tuple[int, ...], tuple[float, Counts]] = OrderedDict()  # met longest ago first
+
+    def extend(self, token_ids: Sequence[int], start: int, now: float) -> None:
+        """Take in token_ids[start:], which were met now."""
+        entries, limit, gone = self.entries, self.limit, now - self.ttl
+        for key, token_id in _ngrams(token_ids, start, self.max_ngram):
+            found = entries.get(key)
+            if found is None:
+                entries[key] = now, token_id
+                if len(entries) > limit:
+                    entries.popitem(last=False)
+                continue
+            counts = token_id if found[0] < gone else _counted(found[1], token_id)
+            if isinstance(counts, dict) and len(counts) > MOST_COUNTED:
+                del counts[next(iter(counts))]
+            entries[key] = now, counts
+            entries.move_to_end(key)
+
+    def get(self, key: tuple[int, ...], now: float) -> dict[int, int] | None:
+        found = self.entries.get(key)
+        if found is None or found[0] < now - self.ttl:
+            return None
+        return {found[1]: 1} if isinstance(found[1], int) else found[1]
+
+
+def _ngrams(token_ids: Sequence[int], start: int, most: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(n-gram, the token behind it) of every token from `start` on, longest first."""
+    for end in range(max(start, 1), len(token_ids)):
+        tail, token_id = tuple(token_ids[max(end - most, 0) : end]), token_ids[end]
+        for first in range(len(tail)):
+            yield tail[first:], token_id
 
 
 class Successors:
@@ -100,15 +148,19 @@ class Successors:
 
     def after(self, tail: tuple[int, ...], now: float) -> list[tuple[int, Entry]]:
         """(order, entry) of every suffix of `tail` that is known, longest first."""
-        found = ((order, self.tables[order - 1].get(tail[-order:], now)) for order in range(len(self.tables), 0, -1))
-        return [(order, entry) for order, entry in found if entry is not None and order <= len(tail)]
+        found: list[tuple[int, Entry]] = []
+        for order in range(min(len(self.tables), len(tail)), 0, -1):
+            entry = self.tables[order - 1].get(tail[-order:], now)
+            if entry is not None:
+                found.append((order, entry))
+        return found
 
 
 class Memory:
     """What the requests of one namespace share. limit: entries of each table; per length of n-gram for texts."""
 
-    def __init__(self, max_ngram: int, max_order: int, limit: int | None = None, ttl: float | None = None) -> None:
-        self.texts = Continuations(max_ngram, None if limit is None else limit * max_ngram, ttl)
+    def __init__(self, max_ngram: int, max_order: int, limit: int, ttl: float | None) -> None:
+        self.texts = SharedContinuations(max_ngram, limit * max_ngram, ttl)
         self.successors = Successors(max_order, limit, ttl)
 
 

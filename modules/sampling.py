@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -183,20 +184,26 @@ def likeliest(logits: Float[Tensor, "rows vocab"], k: int) -> tuple[Int[Tensor, 
 
 
 def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    vocab = logits.shape[1]
+    rows, vocab = logits.shape
     k, width = min(k, vocab), vocab // DEEP
     if width <= 2 * k:
         ids = logits.topk(k).indices
     else:
-        folded = logits[:, : DEEP * width].unflatten(1, (DEEP, width))
-        columns = folded.amax(dim=1).topk(k, sorted=False).indices
-        layers = torch.arange(0, DEEP * width, width, device=logits.device)
-        ids = (columns[:, None, :] + layers[:, None]).flatten(1)
-        if DEEP * width < vocab:
-            rest = torch.arange(DEEP * width, vocab, device=logits.device)
-            ids = torch.cat((ids, rest.expand(len(logits), -1)), dim=1)
+        columns = logits[:, : DEEP * width].unflatten(1, (DEEP, width)).amax(dim=1).topk(k, sorted=False).indices
+        layers, rest = _folds(vocab, logits.device)
+        ids = (columns[:, None, :] + layers).flatten(1)
+        ids = torch.cat((ids, rest.expand(rows, -1)), dim=1) if len(rest) else ids
         ids = ids.gather(1, logits.gather(1, ids).topk(k).indices)
     return ids, torch.log_softmax(logits, dim=-1, dtype=_at_least_float32(logits)).gather(1, ids)
+
+
+@lru_cache(maxsize=16)
+def _folds(vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """([DEEP, 1] where each layer of a folded row begins, the ids that do not fill one more)."""
+    width = vocab // DEEP
+    with torch.inference_mode(False):
+        layers = torch.arange(0, DEEP * width, width, device=device).unsqueeze(1)
+        return layers, torch.arange(DEEP * width, vocab, device=device)
 
 
 def make_generator(

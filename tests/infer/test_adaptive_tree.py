@@ -24,7 +24,15 @@ from speclight.infer.estimates import (
 )
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.prior import PRIOR
-from speclight.infer.recall import MOST_COUNTED, Continuations, Namespaces, Successors, Table, continuation_classes
+from speclight.infer.recall import (
+    MOST_COUNTED,
+    Continuations,
+    Namespaces,
+    SharedContinuations,
+    Successors,
+    Table,
+    continuation_classes,
+)
 from speclight.infer.request import Sequence
 from speclight.modules.acceptance import Verdict
 from speclight.modules.token_tree import TokenTree
@@ -220,7 +228,7 @@ def test_the_namespace_used_longest_ago_is_forgotten_first(monkeypatch: pytest.M
 
 def test_continuations_count_and_the_latest_stands_first() -> None:
     texts = Continuations(2)
-    texts.extend([1, 2, 1, 3, 1, 2, 1], 0, owner=0, now=0.0)
+    texts.extend([1, 2, 1, 3, 1, 2, 1], 0)
     assert texts.longest((9, 1), 2, 0.0) == (1, {3: 1, 2: 2})
     assert list(continuation_classes(1, {3: 1, 2: 2})) == [2, 3]
     assert texts.longest((3, 1), 2, 0.0) == (2, {2: 1}) and texts.longest((3, 1), 1, 0.0)[0] == 1
@@ -230,10 +238,26 @@ def test_continuations_count_and_the_latest_stands_first() -> None:
 def test_text_taken_in_by_parts_is_text_taken_in_at_once() -> None:
     token_ids = [1, 2, 1, 3, 1, 2, 1, 2, 2]
     whole, parts = Continuations(3), Continuations(3)
-    whole.extend(token_ids, 0, 0, 0.0)
+    whole.extend(token_ids, 0)
     for end in range(len(token_ids) + 1):
-        parts.extend(token_ids[:end], max(end - 1, 0), 0, 0.0)
-    assert parts.table.entries == whole.table.entries
+        parts.extend(token_ids[:end], max(end - 1, 0))
+    assert parts.entries == whole.entries
+
+
+def test_shared_continuations_count_as_a_text_does_forget_and_keep_the_latest() -> None:
+    token_ids = [1, 2, 1, 3, 1, 2, 1, 2, 2]
+    whole, shared = Continuations(3), SharedContinuations(3, limit=100, ttl=10.0)
+    whole.extend(token_ids, 0)
+    for end in range(len(token_ids) + 1):
+        shared.extend(token_ids[:end], max(end - 1, 0), now=float(end))
+    assert {key: counts for key, (_, counts) in shared.entries.items()} == whole.entries
+    assert shared.after(3, 9.0) == whole.after(3, 9.0) == {1: 1} and shared.after(2, 9.0) == {1: 2, 2: 1}
+    assert shared.after(3, 14.0) == {1: 1} and shared.after(3, 15.1) == {}, "5 was when the token behind 3 came"
+    shared.extend([3, 2], 0, now=20.0)
+    assert shared.after(3, 20.0) == {2: 1}, "what had been forgotten is not counted again"
+    few = SharedContinuations(1, limit=2, ttl=None)
+    few.extend([1, 2, 1, 3, 4], 0, now=0.0)
+    assert list(few.entries) == [(1,), (3,)]
 
 
 def test_successors_of_longer_contexts_come_first() -> None:
@@ -403,7 +427,7 @@ def test_rows_that_were_left_out_leave_no_guesses() -> None:
 
 
 def test_shared_continuations_are_bounded_for_each_n_gram() -> None:
-    texts = Continuations(1, limit=100)
+    texts = SharedContinuations(1, limit=100, ttl=None)
     for token_id in range(200):
-        texts.extend([7, token_id + 10], 0, owner=token_id, now=0.0)
+        texts.extend([7, token_id + 10], 0, now=0.0)
     assert list(texts.after(7, 0.0)) == list(range(210 - MOST_COUNTED, 210))

@@ -41,18 +41,18 @@ class Clock:
 
 def test_seconds_are_piecewise_linear_with_slopes_for_sequences_and_context():
     model = CostModel(CURVE)
-    assert model.seconds([1, 8, 32]).tolist() == [11.0, 14.0, 34.0]
-    assert float(model.seconds(20)) == pytest.approx(24.0)  # half-way from 8 to 32
-    assert float(model.seconds(56)) == pytest.approx(54.0)  # the last slope goes on
-    assert float(model.seconds(8, sequences=3)) == pytest.approx(15.0)
-    assert float(model.seconds(8, 3, context=600)) == pytest.approx(20.0)
-    assert float(model.seconds(8, share=0.25)) == pytest.approx(0.25 * 12.0 + 2.0)
+    assert [model.seconds(size) for size in (1, 8, 32)] == [11.0, 14.0, 34.0]
+    assert model.seconds(20) == pytest.approx(24.0)  # half-way from 8 to 32
+    assert model.seconds(56) == pytest.approx(54.0)  # the last slope goes on
+    assert model.seconds(8, sequences=3) == pytest.approx(15.0)
+    assert model.seconds(8, 3, context=600) == pytest.approx(20.0)
+    assert model.seconds(8, share=0.25) == pytest.approx(0.25 * 12.0 + 2.0)
 
 
 def test_a_single_size_is_extrapolated_with_care_and_a_short_context_never_makes_a_pass_free():
     lone = CostModel(Calibration((1,), (10.0,), (0.0,), context=10_000, per_context=0.01))
-    assert float(lone.seconds(101)) > 5 * float(lone.seconds(1))
-    assert float(lone.seconds(1, context=0)) == pytest.approx(5.0)
+    assert lone.seconds(101) > 5 * lone.seconds(1)
+    assert lone.seconds(1, context=0) == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("of_many", [None, 0.03])
@@ -61,7 +61,7 @@ def test_fit_finds_the_curve_and_the_slopes_that_the_passes_were_made_with(of_ma
     made_with = CostModel(replace(CURVE, per_context_of_many=of_many))
 
     def record(tokens: int, sequences: int, context: int) -> Record:
-        total = float(made_with.seconds(tokens, sequences, context * sequences))
+        total = made_with.seconds(tokens, sequences, context * sequences)
         head = {1: 1.0, 8: 2.0, 32: 4.0}[tokens]
         return Record(Shape(tokens, sequences, context), total - head, head)
 
@@ -91,11 +91,11 @@ def test_serving_corrects_the_size_it_measures_and_moves_the_others_only_slowly(
     model = CostModel(CURVE)
     for _ in range(20):
         model.learn(28.0, 8)  # twice as long as calibrated
-    assert 24.0 < float(model.seconds(8)) <= 28.0
-    assert 11.0 <= float(model.seconds(1)) < 13.5
+    assert 24.0 < model.seconds(8) <= 28.0
+    assert 11.0 <= model.seconds(1) < 13.5
     for _ in range(2000):
         model.learn(28.0, 8)
-    assert float(model.seconds(1)) == pytest.approx(22.0, rel=0.05)  # it is the machine, not the size
+    assert model.seconds(1) == pytest.approx(22.0, rel=0.05)  # it is the machine, not the size
 
 
 def test_an_outlier_counts_little_and_is_forgotten():
@@ -103,18 +103,41 @@ def test_an_outlier_counts_little_and_is_forgotten():
     for _ in range(5):
         model.learn(14.0, 8)
     model.learn(14.0 * 1000, 8)
-    assert float(model.seconds(8)) < 14.0 * 1.06
+    assert model.seconds(8) < 14.0 * 1.06
     for _ in range(100):
         model.learn(14.0, 8)
-    assert float(model.seconds(8)) == pytest.approx(14.0, rel=0.01)
+    assert model.seconds(8) == pytest.approx(14.0, rel=0.01)
 
 
 def test_a_pass_between_two_sizes_corrects_both_by_how_near_they_are():
     model = CostModel(CURVE)
     for _ in range(50):
-        model.learn(1.2 * float(CostModel(CURVE).seconds(26)), 26)  # three quarters of the way from 8 to 32
-    before, after = CostModel(CURVE).seconds([8, 32]), model.seconds([8, 32])
+        model.learn(1.2 * CostModel(CURVE).seconds(26), 26)  # three quarters of the way from 8 to 32
+    before, after = ([one.seconds(size) for size in (8, 32)] for one in (CostModel(CURVE), model))
     assert 1.0 < after[0] / before[0] < after[1] / before[1] <= 1.2 + 1e-9
+
+
+def test_a_markup_on_the_nodes_of_several_sequences_follows_what_they_cost_and_no_page_fault():
+    """Each pass teaches the points of the curve too; what they cannot say is put on the nodes."""
+
+    def markup(model: CostModel) -> float:
+        plain, *_, drafted = model.drafted(8, 4, 4)
+        assert plain == model.seconds(4, 4) and model.drafted(8, 4) == [model.seconds(4 + node) for node in range(9)]
+        return (drafted - plain) / (model.seconds(12, 4) - plain)
+
+    model = CostModel(CURVE)
+    plain, expected = model.seconds(4, 4), model.seconds(12, 4) - model.seconds(4, 4)
+    assert markup(model) == pytest.approx(1.0)
+    model.learn(100.0 * plain, 12, 4, drafted=8)
+    assert markup(model) < 2.5
+    for _ in range(300):
+        model.learn(plain, 4, 4)
+        model.learn(plain + 2.0 * expected, 12, 4, drafted=8)
+    assert model.drafted(8, 4, 4)[8] == pytest.approx(plain + 2.0 * expected, rel=0.03)
+    assert 1.2 < markup(model) < 2.0
+    for _ in range(300):
+        model.learn(plain, 12, 4, drafted=8)
+    assert markup(model) == pytest.approx(1.0)
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
