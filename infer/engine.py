@@ -260,6 +260,7 @@ class Engine:
         trees = self._propose([item.sequence for item in plan if item.reaches_root])
         drafted = time.perf_counter()
         steps = [_Step(item, trees.get(item.sequence.sequence_id)) for item in plan]
+        steps.sort(key=lambda step: step.item.size, reverse=True)  # attention then reads rows in place, group by group
         items = [step.item for step in steps]
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
         states, logits, reading = self._run(batch, steps)

@@ -48,17 +48,27 @@ def paged_attention(
     keys and values are the cache of one layer, the new tokens already written; or, without a cache, those of the batch
     itself. window: how many positions back a token sees, itself included (a sliding-window layer), None for all.
     """
-    first, *others = batch.groups
-    if not others and first.query_index is None:
-        return _attend(query, keys, values, first, scaling, window, softcap)
+    reads = [_attend(_rows(query, group), keys, values, group, scaling, window, softcap) for group in batch.groups]
+    reads = [
+        read if group.output_index is None else read.index_select(0, group.output_index)
+        for group, read in zip(batch.groups, reads, strict=True)
+    ]
+    if batch.in_order:
+        return torch.cat(reads) if len(reads) > 1 else reads[0]
     output = torch.empty_like(query)
-    for group in batch.groups:
-        rows = query if group.query_index is None else query.index_select(0, group.query_index)
-        read = _attend(rows, keys, values, group, scaling, window, softcap)
-        if group.output_index is not None:
-            read = read.index_select(0, group.output_index)
-        output = read if group.flat_index is None else output.index_copy_(0, group.flat_index, read)
+    for group, read in zip(batch.groups, reads, strict=True):
+        assert group.flat_index is not None, "a group that is the whole batch is in order"
+        output.index_copy_(0, group.flat_index, read)
     return output
+
+
+def _rows(query: Tensor, group: AttentionGroup) -> Tensor:
+    """[seqs * queries, heads, head_dim] the queries of a group, in place where they lie in one piece."""
+    if group.query_index is None:
+        return query
+    if group.first_query is not None:
+        return query[group.first_query : group.first_query + group.num_seqs * group.num_queries]
+    return query.index_select(0, group.query_index)
 
 
 def _attend(

@@ -7,6 +7,7 @@ is a sequence whose new tokens have parents.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,11 @@ class BatchItem:
     context_len: int = 0
     blocks: Sequence[int] = ()
     parents: Sequence[int] | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(queries, keys): what items of one padded call should have in common."""
+        return len(self.token_ids), self.context_len + len(self.token_ids)
 
     def after(self, count: int) -> BatchItem:
         """Without the first `count` new tokens, which are in the cache already (of a chain, when not all remain)."""
@@ -78,7 +84,7 @@ class AttentionGroup:
     """Sequences that attend in padded calls.
 
     query_index: [seqs * queries] rows of the flat batch, padded by repeating row 0; None when it is the whole batch in
-        order.
+        order. first_query: the first of them, where they lie in one piece and nothing is padded.
     output_index: [tokens of the group] places of the real queries in the padded ones; None when nothing is padded.
     key_slots: [seqs * keys] where each key lies in the cache (or in the flat batch, without a cache).
     first_slot: of a single sequence whose keys lie in one piece, which then are read in place; None otherwise.
@@ -98,6 +104,7 @@ class AttentionGroup:
     visible: Bool[Tensor, "seqs queries keys"]
     query_positions: Int[Tensor, "seqs queries"]
     key_positions: Int[Tensor, "seqs keys"]
+    first_query: int | None = None
     reach: np.ndarray | None = None
     plans: dict[tuple[int | None, torch.dtype, int], list[AttentionPart]] = field(default_factory=dict)
 
@@ -181,8 +188,17 @@ class RaggedBatch:
         """The padded calls of the reference, planned when first read: other attention has no use for them."""
         starts, device = np.asarray(self.cu_seqlens), self.token_ids.device
         ancestry = [item.ancestry() for item in self.items]
-        grouped = _grouped(self.items, device)
-        return [_make_group(group, self.items, ancestry, self.key_slots, starts, device) for group in grouped]
+        return [_make_group(group, self.items, ancestry, self.key_slots, starts, device) for group in self._members]
+
+    @cached_property
+    def _members(self) -> list[list[int]]:
+        return _grouped(self.items, self.token_ids.device)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the groups' queries, one group behind the other, are the batch: so where its items come by falling
+        `size`."""
+        return list(itertools.chain(*self._members)) == list(range(len(self.items)))
 
     def plan(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` returned when this key was first asked for."""
@@ -219,7 +235,7 @@ def _grouped(items: Sequence[BatchItem], device: torch.device | str = "cpu") -> 
     def cost(seqs: int, queries: int, keys: int) -> float:
         return call + seqs * keys * (1.0 + QUERY_KEYS * queries)
 
-    shapes = [(len(item.token_ids), item.context_len + len(item.token_ids)) for item in items]
+    shapes = [item.size for item in items]
     groups: list[list[int]] = []
     padded = (0, 0, 0)  # of the last group: sequences, queries, keys
     for index in sorted(range(len(items)), key=lambda i: shapes[i], reverse=True):
@@ -264,8 +280,8 @@ def _make_group(
         return torch.from_numpy(array).to(device)
 
     real = (np.arange(queries) < lengths[:, None]).reshape(-1)
-    whole = seqs == len(items) and bool(real.all())
     padded = not real.all()
+    whole, in_one = seqs == len(items) and not padded, members[-1] - members[0] == seqs - 1 and not padded
     return AttentionGroup(
         seqs,
         queries,
@@ -278,6 +294,7 @@ def _make_group(
         put(visible),
         put(query_at),
         put(key_at),
+        int(starts[members[0]]) if in_one else None,
         _reach(visible, query_at) if torch.device(device).type == "cpu" and queries > PART_QUERIES else None,
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .batch import RaggedBatch
 from .bundle import HeadBundle, wait_for_weights
-from .fast import FastLinear, speed_up
+from .fast import FastLinear, fast_layer, kind_of_layer
 from .kv_cache import PagedKVCache
 from .layered_model import LayeredModel
 
@@ -223,7 +223,7 @@ class ExitHeads(nn.Module):
                 copied.heads[name] = FastAdapter(head)
             elif isinstance(head, Block):
                 head.translate = _packed(head.translate)
-                speed_up(nn.ModuleList([head.layer]))
+                head.layer = fast_layer(head.layer)
         return copied
 
 
@@ -342,7 +342,7 @@ class Block(nn.Module):
         self.place = place
         self.translate = _translation(model.hidden_size, translated)
         own = model.decoder.layers[place]
-        self.layer = type(own)(model.decoder.config, place).to(model.dtype)
+        self.layer = kind_of_layer(own)(model.decoder.config, place).to(model.dtype)
         self.layer.self_attn.layer_idx = 0
         self.register_buffer("like", torch.empty(0), persistent=False)  # follows `to`, which packed weights cannot
         if any(isinstance(module, FastLinear) for module in own.modules()):

@@ -101,8 +101,8 @@ class FastMLP(nn.Module):
         self.act = mlp.act_fn
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(self.act(gate).mul_(up))
+        gate, up = self.gate_up.forward(hidden).chunk(2, dim=-1)
+        return self.down.forward(self.act.forward(gate).mul_(up))
 
 
 class FastAttention(nn.Module):
@@ -127,7 +127,7 @@ class FastAttention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any, **_: Any
     ) -> tuple[Tensor, None]:
         rows, tokens = hidden_states.shape[1], paged.batch.num_tokens
-        heads = self.qkv(hidden_states[0])[:tokens].view(tokens, -1, self.head_dim)
+        heads = self.qkv.forward(hidden_states[0])[:tokens].view(tokens, -1, self.head_dim)
         rotated, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
@@ -136,7 +136,34 @@ class FastAttention(nn.Module):
             [self.num_heads, self.num_kv_heads], dim=1
         )
         read = paged.attend(self.layer_index, query, key, value, self.scaling, self.window, self.softcap)
-        return self.output(pad_rows(read.view(tokens, -1), rows)).unsqueeze(0), None
+        return self.output.forward(pad_rows(read.view(tokens, -1), rows)).unsqueeze(0), None
+
+
+class FastLayer(nn.Module):
+    """A decoder layer of fast parts, each behind its norm: of Llama's kind (Mistral, Qwen).
+
+    Its parts' `forward` is called as it is: asking ten modules a layer for hooks that nobody set takes 3 % of a small
+    model's pass. kind: the class of transformers that it stands for.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.kind = type(layer)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+
+    @staticmethod
+    def fits(layer: Any) -> bool:
+        parts = {name: type(child) for name, child in layer.named_children()}
+        norms = [parts.pop(name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+        return norms == [FastNorm, FastNorm] and parts == {"self_attn": FastAttention, "mlp": FastMLP}
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any, **_: Any
+    ) -> Tensor:
+        read, _ = self.self_attn.forward(self.input_layernorm.forward(hidden_states), position_embeddings, paged)
+        hidden_states = hidden_states + read
+        return hidden_states + self.mlp.forward(self.post_attention_layernorm.forward(hidden_states))
 
 
 def signed_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,14 +197,26 @@ def rows_of_passes(layers: nn.ModuleList) -> int:
     return FEW_ROWS if all(isinstance(part, FastAttention) and part.qkv.packed for part in parts) else 0
 
 
+def fast_layer(layer: Any) -> Any:
+    """A decoder layer with the parts that have a fast equivalent replaced in place; the whole one where all have.
+    OPT's stays as it is.
+    """
+    attention = layer.self_attn
+    if hasattr(attention, "o_proj") and hasattr(attention.config, "num_key_value_heads"):
+        layer.self_attn = FastAttention(attention)
+    if all(hasattr(getattr(layer, "mlp", None), name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        layer.mlp = FastMLP(layer.mlp)
+    for name, child in layer.named_children():
+        setattr(layer, name, fast_norm(child))
+    return FastLayer(layer) if FastLayer.fits(layer) else layer
+
+
+def kind_of_layer(layer: nn.Module) -> Any:
+    """transformers' class of a decoder layer, fast or not."""
+    return layer.kind if isinstance(layer, FastLayer) else type(layer)
+
+
 def speed_up(layers: nn.ModuleList) -> None:
-    """Replace the parts of decoder layers that have a fast equivalent, in place; others (OPT) stay as they are."""
-    layer: Any
-    for layer in layers:
-        attention = layer.self_attn
-        if hasattr(attention, "o_proj") and hasattr(attention.config, "num_key_value_heads"):
-            layer.self_attn = FastAttention(attention)
-        if all(hasattr(getattr(layer, "mlp", None), name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-            layer.mlp = FastMLP(layer.mlp)
-        for name, child in layer.named_children():
-            setattr(layer, name, fast_norm(child))
+    """`fast_layer` of all of them, in place."""
+    for index, layer in enumerate(layers):
+        layers[index] = fast_layer(layer)

@@ -342,7 +342,8 @@ def test_memory_beyond_plain_decoding_is_under_one_percent():
         for _ in range(6):
             engine.step()
         gc.collect()
-        tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+        real = (torch.Tensor, torch.nn.Parameter)  # other tests' compiled functions keep some that have no data
+        tensors = [value for value in gc.get_objects() if type(value) in real]
         used[method] = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
         for sequence in list(engine.scheduler.running):
             engine.cancel(sequence.request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from speclight.modules.batch import PART_QUERIES, BatchItem, RaggedBatch
+from support import tiny_lm
 
 
 def decoding(lengths: list[int], new: int = 1) -> RaggedBatch:
@@ -54,3 +55,18 @@ def test_a_long_prompt_reads_little_more_than_it_sees() -> None:
 def test_what_is_not_long_attends_in_one_call() -> None:
     for batch in (decoding([130, 140]), decoding([900], new=PART_QUERIES)):
         assert [len(group.parts(None, torch.float32, 1)) for group in batch.groups] == [1]
+
+
+def test_rows_in_order_are_read_in_place_and_others_find_their_way_back():
+    """By falling size every group is one piece of the batch; in any order each item reads what it reads alone."""
+    model = tiny_lm()
+    chains = [BatchItem(list(range(3, 3 + length))) for length in (70, 70, 1, 1, 1, 1)]
+    by_size = RaggedBatch.build(chains, None)
+    assert by_size.in_order and [group.first_query for group in by_size.groups] == [0, 140]
+    order = (5, 0, 2, 1, 4, 3)
+    mixed = RaggedBatch.build([chains[place] for place in order], None)
+    assert not mixed.in_order and [group.first_query for group in mixed.groups] == [None, None]
+    with torch.no_grad():
+        alone = [model(RaggedBatch.build([item], None)) for item in chains]
+        torch.testing.assert_close(model(by_size), torch.cat(alone))
+        torch.testing.assert_close(model(mixed), torch.cat([alone[place] for place in order]))
