@@ -117,7 +117,7 @@ class Estimates:
         say of a candidate that they do not bring near it themselves."""
         weights = self.weights
         base = sum([weights[index] for index in context.place])
-        least -= base + SLACK
+        least -= base + SLACK + (CORPUS_SLACK if context.matches else 0.0)
         seen, own, others = context.seen, context.followed, context.followed_by_any
         base_alone = base + weights[FOLLOWED]
         found: dict[int, float] = {}
@@ -178,9 +178,9 @@ class Estimates:
 
 LEAST_LEARNED = -7.0
 """Log-odds below which a candidate teaches nothing."""
-SLACK = 3.0
-"""Log-odds that further sources, repeats and rarity are taken to add at most to a candidate: the one approximation in
-growing a tree."""
+SLACK, CORPUS_SLACK = 3.0, 1.0
+"""Log-odds that further sources, repeats and rarity are taken to add at most to a candidate, and what a datastore makes
+that more: the one approximation in growing a tree."""
 
 
 def read_prior(prior: Mapping[str, str]) -> list[float]:

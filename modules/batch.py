@@ -194,7 +194,7 @@ class RaggedBatch:
     def _members(self) -> list[list[int]]:
         return _grouped(self.items, self.token_ids.device)
 
-    @property
+    @cached_property
     def in_order(self) -> bool:
         """Whether the groups' queries, one group behind the other, are the batch: so where its items come by falling
         `size`."""
