@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ..modules.kv_cache import PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
@@ -196,29 +194,28 @@ class HiSpecArm(ChainArm):
 
     def plans(self, sequences: SequenceOf[Sequence], load: Load, most: int, overhead: float) -> list[ChainPlan]:
         """Every (N_i, N_d) of which the second is not the larger."""
-        inner_accepted, accepted = self.inner.accepted(LONGEST_INNER), self.acceptance.accepted(most)
-        found = []
+        inner_accepted = self.inner.accepted(LONGEST_INNER).tolist()
+        accepted = [*self.acceptance.accepted(most).tolist(), 0.0]  # what lies behind the last has no weight
+        share, found = self.share(sequences), []
         for inner in range(1, min(LONGEST_INNER, most) + 1):
-            per_round, of_round = 1.0 + float(inner_accepted[inner]), self._round_seconds(sequences, load, inner)
+            per_round, of_round = 1.0 + inner_accepted[inner], self._round_seconds(sequences, load, inner, share)
             for goal in range(inner, most + 1):
                 rounds = math.ceil(goal / per_round)
                 window = min(rounds * per_round, float(most))
-                seconds = self.slowness * (rounds * of_round + self._last_seconds(sequences, load, window)) + overhead
-                emitted = 1.0 + float(np.interp(window, np.arange(most + 1), accepted))
-                found.append(ChainPlan(goal, emitted, seconds, inner))
+                last = self.model_cost.seconds(
+                    load.tokens + len(sequences) * window, load.sequences, load.context, share=1.0 - share
+                )
+                whole, part = int(window), window % 1.0
+                emitted = 1.0 + accepted[whole] + part * (accepted[whole + 1] - accepted[whole])
+                found.append(ChainPlan(goal, emitted, self.slowness * (rounds * of_round + last) + overhead, inner))
         return found
 
-    def _round_seconds(self, sequences: SequenceOf[Sequence], load: Load, inner: int) -> float:
-        """Of an inner draft and the pass up to L_i that verifies it."""
-        count, share, below = len(sequences), self.share(sequences), self._inner_share(sequences)
+    def _round_seconds(self, sequences: SequenceOf[Sequence], load: Load, inner: int, share: float) -> float:
+        """Of an inner draft and the pass up to L_i, after `share` of the layers, that verifies it."""
+        count, below = len(sequences), self._inner_share(sequences)
         drafting = self.model_cost.seconds(count, count, load.context, share=below)
         checked = count * (1 + inner)
         return inner * drafting + self.model_cost.seconds(checked, count, load.context, share=max(share - below, 0.0))
-
-    def _last_seconds(self, sequences: SequenceOf[Sequence], load: Load, window: float) -> float:
-        """Of the layers behind L_i."""
-        tokens, share = load.tokens + len(sequences) * window, 1.0 - self.share(sequences)
-        return self.model_cost.seconds(tokens, load.sequences, load.context, share=share)
 
     def _inner_share(self, sequences: SequenceOf[Sequence]) -> float:
         inner = self.hierarchical.inner

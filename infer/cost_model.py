@@ -1,8 +1,9 @@
 """What a pass of the target costs on this device: seconds by new tokens, sequences and context.
 
 Piecewise linear in the new tokens, over points that were measured, with a slope for every further sequence and for
-every token of context; a part of the layers costs its share of them. What serving measures corrects it point by point.
-It decides how much is drafted, never what is emitted. Host arithmetic: `calibrate.py` measures.
+every token of context; a part of the layers costs its share of them. What serving measures corrects it point by point,
+and the price of drafted nodes among several sequences by a markup. It decides how much is drafted, never what is
+emitted. Host arithmetic: `calibrate.py` measures.
 """
 
 from __future__ import annotations
@@ -139,9 +140,9 @@ class CostModel:
 
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
-        self._tokens, self._layers, self._head = (list(one) for one in _at_least_two(calibration))
-        self._factors, self._overall = [1.0] * len(self._tokens), 1.0
-        self._visits = [0.0] * len(self._tokens)
+        self._tokens, self._layers, self._head = _at_least_two(calibration)
+        self._factors, self._overall = [1.0] * len(calibration.tokens), 1.0
+        self._visits = [0.0] * len(calibration.tokens)
         self._markup = Ratio(**MARKUP)
 
     def seconds(
@@ -190,8 +191,14 @@ class CostModel:
         return point, max((tokens - first) / (second - first), 0.0)
 
     def _factor(self, tokens: float) -> float:
+        return sum(weight * self._factors[point] for point, weight in self._measured_near(tokens))
+
+    def _measured_near(self, tokens: float) -> list[tuple[int, float]]:
+        """Points that were measured, each with its weight on a size."""
+        if len(self._factors) == 1:
+            return [(0, 1.0)]
         point, way = self._place(tokens)
-        return self._factors[point] + min(way, 1.0) * (self._factors[point + 1] - self._factors[point])
+        return [(point, 1.0 - min(way, 1.0)), (point + 1, min(way, 1.0))]
 
     def learn(
         self, seconds: float, tokens: int, sequences: int = 1, context: float | None = None, drafted: int = 0
@@ -201,21 +208,22 @@ class CostModel:
         if drafted and sequences > 1:
             plain = self.seconds(tokens - drafted, sequences, context)
             expected, paid = self.seconds(tokens, sequences, context) / plain - 1.0, seconds / plain - 1.0
+            expected = max(expected, 0.0)  # where larger passes have proved cheaper, nothing can be said
             self._markup.record(expected, min(max(paid, 0.0), MARKUP["most"] * expected))  # a page fault is no price
         now = self._factor(tokens)
         sample = seconds / self._raw(tokens, sequences, context)
         sample = min(max(sample, now / LARGEST_JUMP), now * LARGEST_JUMP)
         self._overall += OVERALL * (sample - self._overall)
         self._factors = [one + LIKE_OTHERS * (self._overall - one) for one in self._factors]
-        point, way = self._place(tokens)
-        for near, weight in ((point, 1.0 - min(way, 1.0)), (point + 1, min(way, 1.0))):
-            rate = max(VISITED, 0.5 / (1.0 + self._visits[near]))
-            self._factors[near] += rate * weight * (sample - self._factors[near])
-            self._visits[near] += weight
+        for point, weight in self._measured_near(tokens):
+            rate = max(VISITED, 0.5 / (1.0 + self._visits[point]))
+            self._factors[point] += rate * weight * (sample - self._factors[point])
+            self._visits[point] += weight
 
 
 def _at_least_two(one: Calibration) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
-    """Sizes, and seconds in the layers and the head; where one was measured with a careful guess at the next."""
+    """Sizes, and seconds in the layers and the head; where one was measured, with a careful guess at the next that has
+    no factor of its own."""
     if len(one.tokens) > 1:
         return one.tokens, one.layers, one.head
     grown = 1.0 + UNKNOWN_SLOPE

@@ -260,8 +260,8 @@ class Engine:
         trees = self._propose([item.sequence for item in plan if item.reaches_root])
         drafted = time.perf_counter()
         steps = [_Step(item, trees.get(item.sequence.sequence_id)) for item in plan]
-        steps.sort(key=lambda step: step.item.size, reverse=True)  # attention then reads rows in place, group by group
-        items = [step.item for step in steps]
+        laid = sorted([(step.item, step) for step in steps], key=lambda one: one[0].size, reverse=True)
+        items, steps = [item for item, _ in laid], [step for _, step in laid]  # attention reads such rows in place
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
         states, logits, reading = self._run(batch, steps)
         ran = time.perf_counter()

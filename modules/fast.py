@@ -199,8 +199,10 @@ def rows_of_passes(layers: nn.ModuleList) -> int:
 
 def fast_layer(layer: Any) -> Any:
     """A decoder layer with the parts that have a fast equivalent replaced in place; the whole one where all have.
-    OPT's stays as it is.
+    OPT's stays as it is, and so does one that is fast already.
     """
+    if isinstance(layer, FastLayer):
+        return layer
     attention = layer.self_attn
     if hasattr(attention, "o_proj") and hasattr(attention.config, "num_key_value_heads"):
         layer.self_attn = FastAttention(attention)

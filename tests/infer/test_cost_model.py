@@ -55,6 +55,16 @@ def test_a_single_size_is_extrapolated_with_care_and_a_short_context_never_makes
     assert lone.seconds(1, context=0) == pytest.approx(5.0)
 
 
+def test_what_is_learned_of_a_single_size_is_true_of_all():
+    lone = CostModel(Calibration((1,), (10.0,), (0.0,)))
+    for seconds in (20.0, 5.0):
+        for size in (1, 1, 9, 1, 1):
+            for _ in range(20):
+                lone.learn(seconds * (1.0 + 0.05 * (size - 1)), size)
+        assert lone.seconds(1) == pytest.approx(seconds, rel=0.02)
+        assert lone.seconds(9) / lone.seconds(1) == pytest.approx(1.4)
+
+
 @pytest.mark.parametrize("of_many", [None, 0.03])
 def test_fit_finds_the_curve_and_the_slopes_that_the_passes_were_made_with(of_many):
     """Keys of several sequences may cost more than those of one, which lie in one piece."""
@@ -136,8 +146,13 @@ def test_a_markup_on_the_nodes_of_several_sequences_follows_what_they_cost_and_n
     assert model.drafted(8, 4, 4)[8] == pytest.approx(plain + 2.0 * expected, rel=0.03)
     assert 1.2 < markup(model) < 2.0
     for _ in range(300):
-        model.learn(plain, 12, 4, drafted=8)
-    assert markup(model) == pytest.approx(1.0)
+        model.learn(plain, 4, 4)
+        model.learn(0.8 * plain, 12, 4, drafted=8)  # larger passes prove cheaper: no price to put anything on
+    assert model._markup._came >= 0.0 and model._markup.value >= 1.0
+    for _ in range(300):
+        model.learn(plain, 4, 4)
+        model.learn(plain + 2.0 * expected, 12, 4, drafted=8)
+    assert model.drafted(8, 4, 4)[8] == pytest.approx(plain + 2.0 * expected, rel=0.03)
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------

@@ -66,7 +66,11 @@ def test_rows_in_order_are_read_in_place_and_others_find_their_way_back():
     order = (5, 0, 2, 1, 4, 3)
     mixed = RaggedBatch.build([chains[place] for place in order], None)
     assert not mixed.in_order and [group.first_query for group in mixed.groups] == [None, None]
+    padded = RaggedBatch.build([BatchItem([3] * length) for length in (70, 69, 68, 5, 4, 1)], None)
+    assert padded.in_order and all(group.output_index is not None for group in padded.groups) and len(padded.groups) > 1
     with torch.no_grad():
         alone = [model(RaggedBatch.build([item], None)) for item in chains]
         torch.testing.assert_close(model(by_size), torch.cat(alone))
+        each = [model(RaggedBatch.build([item], None)) for item in padded.items]
+        torch.testing.assert_close(model(padded), torch.cat(each))
         torch.testing.assert_close(model(mixed), torch.cat([alone[place] for place in order]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from speclight.modules.batch import BatchItem, RaggedBatch
-from speclight.modules.fast import FEW_ROWS, FastAttention, FastLayer, FastLinear, FastMLP, FastNorm
+from speclight.modules.fast import FEW_ROWS, FastAttention, FastLayer, FastLinear, FastMLP, FastNorm, fast_layer
 from support import FAMILIES, hf_tiny, tiny_lm
 
 # float32 rounding of the two orders of summation; in bfloat16 two roundings of values of this size
@@ -83,6 +83,7 @@ def test_a_fast_model_equals_its_slow_reference(family):
     assert swapped == (family != "opt") and not isinstance(slow.decoder.layers[0].self_attn, FastAttention)
     whole = all(isinstance(layer, FastLayer) for layer in fast.decoder.layers)
     assert whole == (family in ("llama", "mistral", "qwen2", "qwen3")), "Gemma's layers have four norms"
+    assert not whole or all(fast_layer(layer) is layer for layer in fast.decoder.layers)
     item = BatchItem([5, 7, 9, 11, 3], parents=[-1, 0, 0, 1, 2])
     batches = [RaggedBatch.build([BatchItem([1, 2, 3]), item], None) for _ in range(2)]
     torch.testing.assert_close(fast(batches[0]), slow(batches[1]), atol=1e-6, rtol=1e-6)
