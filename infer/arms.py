@@ -109,7 +109,7 @@ class ChainArm:
             return self.slowness * (drafting * length + verifying) + overhead
 
         accepted = self.acceptance.accepted(most)
-        return [ChainPlan(length, 1.0 + float(accepted[length]), seconds(length)) for length in range(1, most + 1)]
+        return [ChainPlan(length, 1.0 + accepted[length], seconds(length)) for length in range(1, most + 1)]
 
     def drafting(self, sequences: SequenceOf[Sequence], load: Load) -> tuple[float, float]:
         """(seconds of drafting one more token, part of the target's layers that verification then leaves out)."""
@@ -194,8 +194,8 @@ class HiSpecArm(ChainArm):
 
     def plans(self, sequences: SequenceOf[Sequence], load: Load, most: int, overhead: float) -> list[ChainPlan]:
         """Every (N_i, N_d) of which the second is not the larger."""
-        inner_accepted = self.inner.accepted(LONGEST_INNER).tolist()
-        accepted = [*self.acceptance.accepted(most).tolist(), 0.0]  # what lies behind the last has no weight
+        inner_accepted = self.inner.accepted(LONGEST_INNER)
+        accepted = [*self.acceptance.accepted(most), 0.0]  # what lies behind the last has no weight
         share, found = self.share(sequences), []
         for inner in range(1, min(LONGEST_INNER, most) + 1):
             per_round, of_round = 1.0 + inner_accepted[inner], self._round_seconds(sequences, load, inner, share)

@@ -11,11 +11,6 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-Array = NDArray[np.float64]
-
 
 class Allocation(NamedTuple):
     """kept: drafted nodes of each sequence. emitted: expected tokens of the step. seconds: expected, of the step.
@@ -95,7 +90,7 @@ class Acceptance:
             accepted, decided, weight = (self.decay * count for count in self._counts[position])
             self._counts[position] = (accepted + (position < num_accepted), decided + 1.0, weight)
 
-    def accepted(self, most: int) -> Array:
+    def accepted(self, most: int) -> list[float]:
         """[most + 1] expected accepted tokens of chains of 0 ... most."""
         found, reach, total, before = [0.0], 1.0, 0.0, self.prior
         for position in range(most):
@@ -105,7 +100,7 @@ class Acceptance:
             reach *= before
             total += reach
             found.append(total)
-        return np.array(found)
+        return found
 
 
 class Ratio:

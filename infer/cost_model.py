@@ -209,7 +209,7 @@ class CostModel:
             plain = self.seconds(tokens - drafted, sequences, context)
             expected, paid = self.seconds(tokens, sequences, context) / plain - 1.0, seconds / plain - 1.0
             expected = max(expected, 0.0)  # where larger passes have proved cheaper, nothing can be said
-            self._markup.record(expected, min(max(paid, 0.0), MARKUP["most"] * expected))  # a page fault is no price
+            self._markup.record(expected, min(max(paid, 0.0), self._markup.most * expected))  # a page fault is no price
         now = self._factor(tokens)
         sample = seconds / self._raw(tokens, sequences, context)
         sample = min(max(sample, now / LARGEST_JUMP), now * LARGEST_JUMP)

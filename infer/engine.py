@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,8 +75,9 @@ class _Step:
             found = rows[: len(chosen)].clone() if in_order else rows[chosen]  # a chain's without asking the device
             tap.exits.owe(tap.layer, self.scheduled.sequence.table, found)
 
-    @property
+    @cached_property
     def item(self) -> BatchItem:
+        """Laid out once, before the pass: what is committed moves its beginning."""
         sequence, count = self.scheduled.sequence, self.scheduled.num_tokens
         start = sequence.table.length
         token_ids = sequence.token_ids[start : start + count]
@@ -260,8 +262,8 @@ class Engine:
         trees = self._propose([item.sequence for item in plan if item.reaches_root])
         drafted = time.perf_counter()
         steps = [_Step(item, trees.get(item.sequence.sequence_id)) for item in plan]
-        laid = sorted([(step.item, step) for step in steps], key=lambda one: one[0].size, reverse=True)
-        items, steps = [item for item, _ in laid], [step for _, step in laid]  # attention reads such rows in place
+        steps.sort(key=lambda step: step.item.size, reverse=True)  # attention reads such rows in place
+        items = [step.item for step in steps]
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
         states, logits, reading = self._run(batch, steps)
         ran = time.perf_counter()

@@ -7,6 +7,7 @@ older than its time to live as not there. What belongs to one namespace is in no
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -45,12 +46,12 @@ class Table:
             self.entries.popitem(last=False)
 
 
-class Lookups:
-    """What an n-gram says of the token behind it; `get` is a subclass's."""
+class Lookups(ABC):
+    """What an n-gram says of the token behind it."""
 
+    @abstractmethod
     def get(self, key: tuple[int, ...], now: float) -> dict[int, int] | None:
         """{token: count} after an n-gram that is known, the latest last."""
-        raise NotImplementedError
 
     def longest(self, tail: tuple[int, ...], most: int, now: float) -> tuple[int, dict[int, int]]:
         """(length of the longest known suffix of `tail`, {token: count} after it); none is longer than `most`."""

@@ -48,11 +48,7 @@ def paged_attention(
     keys and values are the cache of one layer, the new tokens already written; or, without a cache, those of the batch
     itself. window: how many positions back a token sees, itself included (a sliding-window layer), None for all.
     """
-    reads = [_attend(_rows(query, group), keys, values, group, scaling, window, softcap) for group in batch.groups]
-    reads = [
-        read if group.output_index is None else read.index_select(0, group.output_index)
-        for group, read in zip(batch.groups, reads, strict=True)
-    ]
+    reads = [_attend(query, keys, values, group, scaling, window, softcap) for group in batch.groups]
     if batch.in_order:
         return torch.cat(reads) if len(reads) > 1 else reads[0]
     output = torch.empty_like(query)
@@ -80,11 +76,11 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """[seqs * queries, heads, head_dim] for one padded group."""
+    """[real queries, heads, head_dim] what the queries of one group read."""
     seqs, queries = group.num_seqs, group.num_queries
     kv_heads, head_dim = keys.shape[1:]
     fold = query.shape[1] // kv_heads
-    folded = query.view(seqs, queries, kv_heads, fold, head_dim).transpose(1, 2)
+    folded = _rows(query, group).view(seqs, queries, kv_heads, fold, head_dim).transpose(1, 2)
     folded = folded.reshape(seqs, kv_heads, queries * fold, head_dim)
     k, v = _read(keys, group), _read(values, group)
     parts = group.parts(window, query.dtype, fold)
@@ -97,7 +93,8 @@ def _attend(
         ]
         read = torch.cat(reads, dim=2)
     read = read.view(seqs, kv_heads, queries, fold, head_dim).transpose(1, 2)
-    return read.reshape(seqs * queries, kv_heads * fold, head_dim)
+    read = read.reshape(seqs * queries, kv_heads * fold, head_dim)
+    return read if group.output_index is None else read.index_select(0, group.output_index)
 
 
 def _attend_part(

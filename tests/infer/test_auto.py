@@ -99,7 +99,7 @@ def test_acceptance_learns_each_position_from_where_it_was_decided():
     assert acceptance.accepted(4)[1] == pytest.approx(1.0, abs=0.01)
     assert acceptance.accepted(4)[-1] == pytest.approx(1.0, abs=0.02)
     acceptance.reset()
-    assert acceptance.accepted(2).tolist() == [0.0, 0.5, 0.75]
+    assert acceptance.accepted(2) == [0.0, 0.5, 0.75]
 
 
 def test_trust_follows_what_is_accepted_down_and_up_again():
