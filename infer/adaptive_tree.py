@@ -115,8 +115,9 @@ class AdaptiveTrees:
     """Grows trees for many texts, and learns from what becomes of them.
 
     max_ngram: longest n-gram looked up. num_likely: likeliest tokens kept of a row of logits. shares: whether texts of
-    one namespace draft for each other. limit, ttl: of what is shared, see Memory. reads_prompt: whether the logits of
-    the prompt's tokens are asked for. clock: seconds. datastore: drafts for all texts, whatever they share.
+    one namespace draft for each other. limit, ttl: of what is shared, see Memory. prompt_vocab: the logits of a
+    prompt's tokens are asked for if they are among the first so many. clock: seconds. datastore: drafts for all texts,
+    whatever they share.
     """
 
     def __init__(
@@ -126,11 +127,11 @@ class AdaptiveTrees:
         shares: bool,
         limit: int,
         ttl: float | None,
-        reads_prompt: bool,
+        prompt_vocab: int,
         clock: Callable[[], float],
         datastore: Datastore | None = None,
     ) -> None:
-        self.max_ngram, self.num_likely, self.shares, self.reads_prompt = max_ngram, num_likely, shares, reads_prompt
+        self.max_ngram, self.num_likely, self.shares, self.prompt_vocab = max_ngram, num_likely, shares, prompt_vocab
         self.clock, self.estimates, self.datastore = clock, Estimates(), datastore
         self.namespaces = Namespaces(max_ngram, MAX_ORDER, limit, ttl)
         self._states: dict[int, _State] = {}
@@ -139,7 +140,7 @@ class AdaptiveTrees:
 
     # -- what a drafter does -------------------------------------------------------------------------------------
 
-    def tree(self, sequence: Sequence) -> TokenTree:
+    def tree(self, sequence: Sequence, least: float = 0.0) -> TokenTree:
         state = self._state(sequence)
         state.grown = None
         if sequence.draft_tokens <= 1 or sequence.max_depth < 1:
@@ -149,7 +150,7 @@ class AdaptiveTrees:
         if not sequence.num_tentative and state.num_read != len(sequence.token_ids) - 1:  # rows that nobody showed it
             state.guesses, state.earlier = {}, {}
         state.guesses.pop(sequence.token_ids[-1], None)
-        state.grown = self.grow(state, sequence.token_ids, sequence.draft_tokens, sequence.max_depth, now)
+        state.grown = self.grow(state, sequence.token_ids, sequence.draft_tokens, sequence.max_depth, now, least)
         return state.grown.tree()
 
     def scores(self, sequence: Sequence) -> list[float]:
@@ -167,13 +168,14 @@ class AdaptiveTrees:
             self._learn(seen, path)
 
     def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]:
-        """Of each token the last place in the prompt: there it says most, and one row does for many."""
-        if not self.reads_prompt:
+        """Of each token the last place in the prompt: there it says most, and one row does for many. Rare tokens, which
+        seldom come again, are left out."""
+        if not self.prompt_vocab:
             return []
         state = self._state(sequence)
         if state.last_places is None:
             last = {token_id: place for place, token_id in enumerate(sequence.token_ids)}
-            state.last_places = frozenset(last.values())
+            state.last_places = frozenset(place for token_id, place in last.items() if token_id < self.prompt_vocab)
         return [place for place in range(max(start, state.num_read), stop) if place in state.last_places]
 
     def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
@@ -325,19 +327,22 @@ class AdaptiveTrees:
         source = [(CORPUS, OFFSETS["corpus"], corpus_classes(order, total, counts))] if counts else []
         return matches, order, source
 
-    def grow(self, state: _State, token_ids: list[int], capacity: int, max_depth: int, now: float) -> Grown:
-        """A tree of at most `capacity` nodes, root included. The branch and bound keeps the best ranks seen so far:
-        what ranks below all of them can never get in."""
+    def grow(
+        self, state: _State, token_ids: list[int], capacity: int, max_depth: int, now: float, least: float = 0.0
+    ) -> Grown:
+        """A tree of at most `capacity` nodes, root included, and none that is less likely than `least`. The branch and
+        bound keeps the best ranks seen so far: what ranks below all of them can never get in."""
         grown = Grown([token_ids[-1]], [tuple(token_ids[-self.max_ngram :])])
         room, node = capacity - 1, 0
         waiting: list[tuple[float, int, int, int, float]] = []  # (-rank, order of arrival, parent, token, probability)
         best: list[float] = []
         ticket = itertools.count()
         while True:
-            bound = best[0] if len(best) == room else 0.0
-            if grown.depths[node] < max_depth and grown.ranks[node] * DEEPER > bound:
+            whole = grown.ranks[node] * DEEPER  # what a certain child would rank
+            bound = max(best[0] if len(best) == room else 0.0, whole * least / grown.scores[node])
+            if grown.depths[node] < max_depth and whole > bound:
                 context = grown.contexts[node] = self.context(state, grown, node, now)
-                for token_id, rank, likely in self._ranked(context, grown.ranks[node] * DEEPER, bound, room):
+                for token_id, rank, likely in self._ranked(context, whole, bound, room):
                     heapq.heappush(waiting, (-rank, next(ticket), node, token_id, likely))
                     if len(best) < room:
                         heapq.heappush(best, rank)

@@ -38,6 +38,13 @@ MARGIN = 1.05
 """What a chain must promise over trees: both are estimates, and what looks best of several is so by luck too."""
 TRUST = {"weight": 6.0, "decay": 0.97, "least": 0.02, "most": 1.2, "below": 0.0}
 """In trees' promises: accepted tokens by expected ones. Those that say nothing are worth nothing."""
+READING_GAIN, TYPICAL_LENGTH = 0.015, 256
+"""What reading a prompt's rows adds to the tokens of a step (docs/LOG.md), and how long a text becomes of which nothing
+is known but that it may become longer."""
+ROW_SECONDS = 25e-6
+"""What learning from a prompt's row takes, before it was measured."""
+HOPELESS, LEAST_NODES = 0.5, 8
+"""A node is not grown if it is less likely by this factor than one that just pays, by the mean price of so many."""
 WEIGHED_EVERY = 8
 """Steps after which a chain drafter that is not in use is weighed anew."""
 
@@ -116,9 +123,12 @@ class AutoDrafter(Drafter):
         self._plans: dict[ChainArm, tuple[int, object, ChainPlan]] = {}  # when they were made, for which texts
         self._served = self._probing = 0.0
         self._observing = self._own = 0.0
+        self._row = ROW_SECONDS
+        self._running: SequenceOf[Sequence] = ()
         self._step: _Step | None = None
 
     def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
+        self.vocab_size = model.vocab_size
         if self.cost is None:
             self.cost = CostModel(quick_calibration(model))
         if self.tree is not None:
@@ -153,13 +163,38 @@ class AutoDrafter(Drafter):
         return None if self.tree is None else self.tree.prompt_vocab
 
     def unread(self, sequence: Sequence, start: int, stop: int) -> SequenceOf[int]:
-        """Nothing while trees do not pay: a prompt's rows cost an unembedding."""
+        """Nothing while trees do not pay, nor where a prompt's rows cost more than what trees gain by them."""
         useless = self._typical.worth is not None and self._typical.worth <= 0.0
-        return () if self.tree is None or useless else self.tree.unread(sequence, start, stop)
+        if self.tree is None or useless:
+            return ()
+        wanted = self.tree.unread(sequence, start, stop)
+        part = (stop - start) / sequence.num_prompt
+        return wanted if len(wanted) * self._row_seconds() < part * self._gain_of_reading(sequence) else ()
+
+    def _row_seconds(self) -> float:
+        """Of a prompt's row: its logits, and learning from them."""
+        assert self.cost is not None, "attach() makes one"
+        share = 1.0 if self.prompt_vocab is None else min(self.prompt_vocab / self.vocab_size, 1.0)
+        return share * self.cost.row() + self._row
+
+    def _gain_of_reading(self, sequence: Sequence) -> float:
+        """Seconds that a text's trees save by its prompt's rows."""
+        tokens = min(sequence.params.max_new_tokens, TYPICAL_LENGTH)
+        return READING_GAIN * tokens * self._plain(self._running or [sequence]) / max(len(self._running), 1)
+
+    def _plain(self, texts: SequenceOf[Sequence]) -> float:
+        """Seconds of a step of these texts without a draft."""
+        assert self.cost is not None, "attach() makes one"
+        return self.cost.seconds(len(texts), len(texts), sum(text.table.length for text in texts))
 
     def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
         assert self.tree is not None, "nothing was asked for"
+        started = self.clock()
         self.tree.read(sequence, positions, logits)
+        self._row = smoothed(self._row, (self.clock() - started) / len(positions))
+
+    def scheduled(self, running: SequenceOf[Sequence]) -> None:
+        self._running = running
 
     def release(self, sequence_id: int) -> None:
         self._patience.pop(sequence_id, None)
@@ -181,7 +216,7 @@ class AutoDrafter(Drafter):
         started = self.clock()
         step = self._step = _Step(_load(sequences))
         self._steps += 1
-        step.grown = self._grow(sequences)
+        step.grown = self._grow(sequences, step)
         step.overhead = self.clock() - started
         try:
             return self._decide(sequences, step)
@@ -192,7 +227,15 @@ class AutoDrafter(Drafter):
     def _caught_up(self) -> int:
         return sum(exits.num_caught_up for exits in self.exits)
 
-    def _grow(self, sequences: SequenceOf[Sequence]) -> dict[int, _Grown]:
+    def _hopeless(self, load: Load) -> float:
+        """The probability at which a node cannot pay."""
+        assert self.cost is not None, "attach() makes one"
+        nodes = max(load.sequences, LEAST_NODES)
+        price = self.cost.node(nodes, load.tokens, load.sequences, load.context)
+        plain = self.cost.seconds(load.tokens, load.sequences, load.context)
+        return HOPELESS * price * load.sequences / (plain * max(self._trust.value, 0.5))
+
+    def _grow(self, sequences: SequenceOf[Sequence], step: _Step) -> dict[int, _Grown]:
         """Trees of the sequences that it has paid for, or that it is time to try again for."""
         if self.tree is None:
             return {}
@@ -205,7 +248,7 @@ class AutoDrafter(Drafter):
         if not sized:
             return {}
         started = self.clock()
-        found = self.tree.scored(sized)
+        found = self.tree.scored(sized, self._hopeless(step.load))
         seconds, nodes = self.clock() - started, sum(len(scores) for _, scores in found)
         if nodes and not any(sequence.sequence_id in self._new for sequence in due):  # a new text is read first
             self._growth = smoothed(self._growth, seconds / nodes)

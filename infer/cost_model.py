@@ -34,6 +34,9 @@ MARKUP = {"weight": 1.0, "decay": 0.9, "least": 1.0, "most": 4.0, "below": 1.0}
 """On the price of nodes among several sequences: what they have cost by what they should have, both in passes without
 them."""
 
+SOME = 64
+"""Rows of logits whose mean is the price of one."""
+
 
 @dataclass(frozen=True, order=True)
 class Shape:
@@ -169,6 +172,15 @@ class CostModel:
         if sequences == 1:
             return found
         return [found[0] + self._markup.value * (one - found[0]) for one in found]
+
+    def node(self, nodes: int, tokens: int, sequences: int = 1, context: float | None = None) -> float:
+        """Of one of so many drafted nodes, on average."""
+        more = self.seconds(tokens + nodes, sequences, context) - self.seconds(tokens, sequences, context)
+        return more / nodes * (self._markup.value if sequences > 1 else 1.0)
+
+    def row(self) -> float:
+        """Of one more row of logits."""
+        return (self.seconds(SOME) - self.seconds(SOME, unembedded=False)) / SOME
 
     def _raw(
         self, tokens: float, sequences: int, context: float | None, share: float = 1.0, unembedded: bool = True

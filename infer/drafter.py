@@ -122,6 +122,9 @@ class Drafter:
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """Learn from verified steps. Called once per pass, before what was emitted is handed to the user."""
 
+    def scheduled(self, running: SequenceOf[Sequence]) -> None:
+        """Called before every pass: all texts under way, those whose prompt is being read included."""
+
     def timed(self, seconds: float, new_tokens: int, sequences: int) -> None:
         """How long the engine's last pass took, drafting and all, with so many new tokens of so many sequences.
 
@@ -138,6 +141,9 @@ class Drafter:
 class TreeDrafter(Drafter):
     """A drafter whose trees come best node first, with estimates: any beginning of one is the best tree of its size."""
 
-    def scored(self, sequences: SequenceOf[Sequence]) -> list[tuple[TokenTree, SequenceOf[float]]]:
-        """`propose`, and for each node but the root the estimated probability of its being accepted, falling."""
+    def scored(self, sequences: SequenceOf[Sequence], least: float = 0.0) -> list[tuple[TokenTree, SequenceOf[float]]]:
+        """`propose`, and for each node but the root the estimated probability of its being accepted, falling.
+
+        least: the probability below which a node is of no use: growing may end there.
+        """
         raise NotImplementedError

@@ -259,6 +259,11 @@ class Engine:
         if not plan:
             return chunks
         scheduled = time.perf_counter()
+        for name, drafter in self.drafters.items():
+            try:
+                drafter.scheduled(self.scheduler.running)
+            except Exception as error:
+                self._drafter_failed(name, [], error)
         trees = self._propose([item.sequence for item in plan if item.reaches_root])
         drafted = time.perf_counter()
         steps = [_Step(item, trees.get(item.sequence.sequence_id)) for item in plan]

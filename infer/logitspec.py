@@ -40,7 +40,7 @@ TREES, SHARED = get_args(Tree), get_args(Shared)
 class Trees(Protocol):
     """Where a LogitSpecDrafter's trees come from; the methods are those of Drafter."""
 
-    def tree(self, sequence: Sequence) -> TokenTree: ...
+    def tree(self, sequence: Sequence, least: float = 0.0) -> TokenTree: ...
 
     def scores(self, sequence: Sequence) -> list[float]: ...
 
@@ -66,9 +66,9 @@ class LogitSpecDrafter(TreeDrafter):
     max_ngram: longest n-gram looked up, backing off to a single token. None is 3 and 6.
     shared: adaptive: "namespace", requests of one namespace draft from each other's texts; "none", they do not.
     remembered: adaptive: entries kept of each table that a namespace shares. ttl: seconds until one is forgotten.
-    prompt_vocab: adaptive: learn from the model's logits over the prompt too, as far as they are of the vocabulary's
-        first so many tokens, which in most vocabularies are the frequent ones; 0 does not. Each token's last place in
-        the prompt costs an unembedding of so many rows.
+    prompt_vocab: adaptive: learn from the model's logits over the prompt too, behind and as far as they are of the
+        vocabulary's first so many tokens, which in most vocabularies are the frequent ones; 0 does not. Each of these
+        tokens' last place in the prompt costs an unembedding of so many rows.
     datastore: adaptive: a corpus to draft from as well, the same for all requests, whatever they share.
     retrieved: paper: tokens taken after a match.
     prune: paper: ((rank, length), ...) with rising ranks: a guess up to that rank keeps `length` tokens, itself
@@ -123,7 +123,7 @@ class LogitSpecDrafter(TreeDrafter):
             PaperTrees(self.k, self.max_ngram, retrieved, lengths)
             if tree == "paper"
             else AdaptiveTrees(
-                self.max_ngram, self.k, shared == "namespace", remembered, ttl, prompt_vocab > 0, clock, datastore
+                self.max_ngram, self.k, shared == "namespace", remembered, ttl, prompt_vocab, clock, datastore
             )
         )
 
@@ -137,9 +137,9 @@ class LogitSpecDrafter(TreeDrafter):
     def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
         return [self._trees.tree(sequence) for sequence in sequences]
 
-    def scored(self, sequences: SequenceOf[Sequence]) -> list[tuple[TokenTree, SequenceOf[float]]]:
+    def scored(self, sequences: SequenceOf[Sequence], least: float = 0.0) -> list[tuple[TokenTree, SequenceOf[float]]]:
         """Raises ValueError for the paper's trees, which come in the paper's order and without estimates."""
-        return [(self._trees.tree(sequence), self._trees.scores(sequence)) for sequence in sequences]
+        return [(self._trees.tree(sequence, least), self._trees.scores(sequence)) for sequence in sequences]
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
         self._trees.observe(observations)
@@ -200,7 +200,7 @@ class PaperTrees:
             state = self._states[sequence.sequence_id] = _State(NgramIndex(self.max_ngram, self.retrieved))
         return state
 
-    def tree(self, sequence: Sequence) -> TokenTree:
+    def tree(self, sequence: Sequence, least: float = 0.0) -> TokenTree:
         trie = _Trie(sequence.token_ids[-1], sequence.draft_tokens)
         if trie.is_full or sequence.max_depth < 1:
             return trie.tree()

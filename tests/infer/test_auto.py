@@ -102,6 +102,19 @@ def test_acceptance_learns_each_position_from_where_it_was_decided():
     assert acceptance.accepted(2) == [0.0, 0.5, 0.75]
 
 
+def test_nodes_that_cannot_pay_are_not_grown():
+    """Where every token costs what the first does, a node must be likely; where tokens are cheap, hardly at all. Among
+    three texts it must be three times as likely, for as many tokens are lost while it is run."""
+    least = {}
+    for real, count in product((CHEAP, DEAR), (1, 3)):
+        clock = Clock()
+        trees = ScriptedTrees(clock, long_texts(), right=True, seconds=0.0001)
+        run(Timed(trees, clock=clock, real=real, cost=CostModel(real)), count, max_new_tokens=8)
+        least[real is DEAR, count] = trees.least[0]
+    assert 0.0 < least[False, 1] < 0.01 and 0.3 < least[True, 1] < 0.6
+    assert least[False, 3] == pytest.approx(3 * least[False, 1], rel=0.1)
+
+
 def test_trust_follows_what_is_accepted_down_and_up_again():
     trust = Ratio(**TRUST)
     assert trust.value == 1.0
@@ -154,10 +167,11 @@ class ScriptedTrees(TreeDrafter):
 
     def __init__(self, clock: Clock, texts, right: bool, seconds: float = 0.001, score: float = 0.95) -> None:
         self.clock, self.texts, self.right, self.seconds, self.score = clock, texts, right, seconds, score
-        self.calls, self.sizes, self.observed, self.resets = 0, [], 0, 0
+        self.calls, self.sizes, self.observed, self.resets, self.least = 0, [], 0, 0, []
 
-    def scored(self, sequences):
+    def scored(self, sequences, least=0.0):
         self.calls += 1
+        self.least.append(least)
         self.clock.now += self.seconds * len(sequences)
         return [self._one(sequence) for sequence in sequences]
 
@@ -372,6 +386,60 @@ def test_a_drafter_that_fails_costs_the_step_and_is_left():
         assert 0 < done.stats.draft_failures == chain.calls < 30
 
 
+class ReadingTrees(ScriptedTrees):
+    """Wants every row of a prompt."""
+
+    prompt_vocab = 48
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.read_positions = 0
+
+    def unread(self, sequence, start, stop):
+        return range(start, stop)
+
+    def read(self, sequence, positions, logits):
+        assert logits.shape == (len(positions), 48)
+        self.read_positions += len(positions)
+        self.clock.now += 20e-6 * len(positions)
+
+
+@pytest.mark.parametrize(
+    ("count", "new_tokens", "is_read"),
+    [(1, 100, True), (1, 4, False), (1, 12, True), (3, 12, False), (3, 100, True)],
+)
+def test_a_prompt_is_read_where_its_trees_gain_more_by_it_than_that_takes(count, new_tokens, is_read):
+    """A row costs half of an unembedding of 2 ms: of the four, and what is learned from them, 4 ms. What they gain is
+    1.5 % of the text's time, of which three texts share a step: 0.5 ms a token, or 0.2."""
+    clock = Clock()
+    real = Calibration((1, 64), (0.040, 0.046), (0.002, 0.128))
+    trees = ReadingTrees(clock, long_texts(), True)
+    run(Timed(trees, clock=clock, real=real, cost=CostModel(real)), count, max_new_tokens=new_tokens)
+    before_roots = sum(len(one) - 1 for one in PROMPTS[:count])
+    assert trees.read_positions == (before_roots if is_read else 0)
+
+
+def test_it_knows_whose_prompts_are_being_read_besides_those_that_it_drafts_for():
+    clock, running = Clock(), []
+
+    class Noting(Timed):
+        def scheduled(self, texts):
+            super().scheduled(texts)
+            running.append([text.num_emitted for text in texts])
+
+    drafter = Noting(ScriptedTrees(clock, long_texts(), True), clock=clock, real=CHEAP, cost=CostModel(CHEAP))
+    engine = Engine(
+        tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400, max_batch_tokens=3
+    )
+    engine.add(PROMPTS[0], GenerationParams(max_new_tokens=20))
+    for _ in range(3):
+        engine.step()
+    engine.add(PROMPTS[2], GenerationParams(max_new_tokens=20))
+    engine.step()
+    assert [len(one) for one in running] == [1, 1, 1, 2]
+    assert running[-1][0] > 0 == running[-1][1]
+
+
 def test_a_pass_with_prompts_in_it_teaches_nothing_about_costs():
     clock = Clock()
     drafter = Timed(ScriptedTrees(clock, long_texts(), False), clock=clock, real=CHEAP, cost=CostModel(CHEAP), bound=1)
@@ -528,6 +596,32 @@ def test_the_estimates_of_trees_fall_and_belong_to_their_nodes():
     assert sum(scores) == pytest.approx(sum(grown.scores[1:])) and list(grown.ranks) == sorted(grown.ranks)[::-1]
     with pytest.raises(ValueError, match="tree must be 'adaptive'"):
         LogitSpecDrafter(tree="paper").scored([sequence])
+
+
+def test_a_bounded_tree_has_the_likely_nodes_of_the_whole_one_and_asks_for_no_others():
+    """Its paths are some of those of a tree of 60: all that are clearly likelier than the bound, none that is less so
+    (siblings that promise more than one together are ranked lower than their scores)."""
+    engine = Engine(tiny_lm(), drafters=[trees := LogitSpecDrafter(k=8)], default_method="logitspec", num_blocks=100)
+    engine.add([1, 2, 3, 1, 2], GenerationParams(max_new_tokens=40))
+    for _ in range(6):
+        engine.step()
+    (sequence,) = engine.scheduler.running
+    sequence.draft_tokens, sequence.max_depth = 60, 10
+
+    def grown(least: float) -> tuple[dict[tuple[int, ...], float], int]:
+        trees.scored([sequence], least)
+        found = trees._trees._state(sequence).grown
+        tree = found.tree()
+        paths = [tuple(tree.token_ids[node] for node in tree.path_to(n)) for n in range(1, len(tree))]
+        return dict(zip(paths, found.scores[1:], strict=True)), sum(one is not None for one in found.contexts)
+
+    whole, looked_up = grown(0.0)
+    assert len(whole) > 20
+    for least in (0.02, 0.05, 0.1):
+        some, places = grown(least)
+        assert some.items() <= whole.items() and min(some.values()) >= least
+        assert {path for path, score in whole.items() if score >= 1.2 * least} <= some.keys()
+        assert 0 < len(some) < len(whole) and places < looked_up
 
 
 # -- on the command line ----------------------------------------------------------------------------------------------
