@@ -12,6 +12,7 @@ from checkpoint import save_tiny
 from heads import random_exits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speclight.infer.adaptive_tree import DEEPER
 from speclight.infer.arms import ChainArm, ChainPlan, HiSpecArm, Load, arm_of
 from speclight.infer.auto import TRUST, AutoDrafter, _Step
 from speclight.infer.bench import parse_methods
@@ -599,29 +600,34 @@ def test_the_estimates_of_trees_fall_and_belong_to_their_nodes():
 
 
 def test_a_bounded_tree_has_the_likely_nodes_of_the_whole_one_and_asks_for_no_others():
-    """Its paths are some of those of a tree of 60: all that are clearly likelier than the bound, none that is less so
-    (siblings that promise more than one together are ranked lower than their scores)."""
+    """Its nodes are some of those of a tree of 1000, and none is less likely than the bound. Of those that are clearly
+    likelier, with what siblings promise shared among them if it is more than one, none is missing."""
     engine = Engine(tiny_lm(), drafters=[trees := LogitSpecDrafter(k=8)], default_method="logitspec", num_blocks=100)
     engine.add([1, 2, 3, 1, 2], GenerationParams(max_new_tokens=40))
     for _ in range(6):
         engine.step()
     (sequence,) = engine.scheduler.running
-    sequence.draft_tokens, sequence.max_depth = 60, 10
+    sequence.draft_tokens, sequence.max_depth = 1000, 6
 
-    def grown(least: float) -> tuple[dict[tuple[int, ...], float], int]:
+    def grown(least: float) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], float], int]:
+        """Of every path: the score of its last node, and the least of its nodes' scores as they are ranked."""
         trees.scored([sequence], least)
         found = trees._trees._state(sequence).grown
-        tree = found.tree()
-        paths = [tuple(tree.token_ids[node] for node in tree.path_to(n)) for n in range(1, len(tree))]
-        return dict(zip(paths, found.scores[1:], strict=True)), sum(one is not None for one in found.contexts)
+        tree, scores, ranked = found.tree(), {(): 1.0}, {(): 1.0}
+        for node in range(1, len(tree)):
+            parent, path = tree.parents[node], tuple(tree.token_ids[one] for one in tree.path_to(node)[1:])
+            scores[path] = found.scores[node]
+            part = found.ranks[node] / (found.ranks[parent] * DEEPER)
+            ranked[path] = min(part * found.scores[parent], ranked[path[:-1]])
+        return scores, ranked, sum(one is not None for one in found.contexts)
 
-    whole, looked_up = grown(0.0)
+    whole, ranked, looked_up = grown(0.0)
     assert len(whole) > 20
-    for least in (0.02, 0.05, 0.1):
-        some, places = grown(least)
-        assert some.items() <= whole.items() and min(some.values()) >= least
-        assert {path for path, score in whole.items() if score >= 1.2 * least} <= some.keys()
-        assert 0 < len(some) < len(whole) and places < looked_up
+    for least in (0.005, 0.01, 0.02):
+        some, _, places = grown(least)
+        assert some.keys() <= whole.keys() and min(some.values()) >= least
+        assert {path for path, score in ranked.items() if score >= 1.1 * least} <= some.keys()
+        assert 1 < len(some) < len(whole) and places < looked_up
 
 
 # -- on the command line ----------------------------------------------------------------------------------------------
