@@ -36,8 +36,6 @@ PROBING_SHARE = 0.01
 LONGEST_PROBE_WAIT = 1024
 MARGIN = 1.05
 """What a chain must promise over trees: both are estimates, and what looks best of several is so by luck too."""
-TRUST = {"weight": 6.0, "decay": 0.97, "least": 0.02, "most": 1.2, "below": 0.0}
-"""In trees' promises: accepted tokens by expected ones. Those that say nothing are worth nothing."""
 READING_GAIN, TYPICAL_LENGTH = 0.015, 256
 """What reading a prompt's rows adds to the tokens of a step (docs/LOG.md), and how long a text becomes of which nothing
 is known but that it may become longer."""
@@ -47,6 +45,11 @@ HOPELESS, LEAST_NODES = 0.5, 8
 """A node is not grown if it is less likely by this factor than one that just pays, by the mean price of so many."""
 WEIGHED_EVERY = 8
 """Steps after which a chain drafter that is not in use is weighed anew."""
+
+
+def new_trust() -> Ratio:
+    """In trees' promises: accepted tokens by expected ones. Those that say nothing are worth nothing."""
+    return Ratio(weight=6.0, decay=0.97, least=0.02, most=1.2, below=0.0)
 
 
 @dataclass
@@ -114,7 +117,7 @@ class AutoDrafter(Drafter):
         self._clear()
 
     def _clear(self) -> None:
-        self._trust, self._typical = Ratio(**TRUST), Patience()
+        self._trust, self._typical = new_trust(), Patience()
         self._patience: dict[int, Patience] = {}
         self._new: set[int] = set()  # texts that the trees have not seen
         self._growth = self._reading = 0.0  # seconds by a node, and by a text whose rows trees learn from

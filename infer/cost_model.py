@@ -30,9 +30,6 @@ LIKE_OTHERS, VISITED, OVERALL = 0.003, 0.1, 0.05
 is near; and that the mean goes. A point's first samples count for more: a hasty calibration is off by a constant."""
 LARGEST_JUMP = 1.5
 """A sample counts as at most so many times what was expected, or as little: a page fault is no trend."""
-MARKUP = {"weight": 1.0, "decay": 0.9, "least": 1.0, "most": 4.0, "below": 1.0}
-"""On the price of nodes among several sequences: what they have cost by what they should have, both in passes without
-them."""
 
 SOME = 64
 """Rows of logits whose mean is the price of one."""
@@ -135,6 +132,12 @@ def _median(values: Iterable[float]) -> float:
     return max(0.0, statistics.median(found)) if found else 0.0
 
 
+def new_markup() -> Ratio:
+    """On the price of nodes among several sequences: what they have cost by what they should have, both in passes
+    without them."""
+    return Ratio(weight=1.0, decay=0.9, least=1.0, most=4.0, below=1.0)
+
+
 class CostModel:
     """A calibration, and what serving has taught since: a factor for each of its points, and a markup.
 
@@ -146,7 +149,7 @@ class CostModel:
         self._tokens, self._layers, self._head = _at_least_two(calibration)
         self._factors, self._overall = [1.0] * len(calibration.tokens), 1.0
         self._visits = [0.0] * len(calibration.tokens)
-        self._markup = Ratio(**MARKUP)
+        self._markup = new_markup()
 
     def seconds(
         self,
@@ -160,7 +163,9 @@ class CostModel:
 
         share: of the layers that is run. unembedded: logits of all tokens are taken behind them.
         """
-        return self._raw(tokens, sequences, context, share, unembedded) * self._factor(tokens)
+        point, way = self._place(tokens)
+        raw = self._raw(point, way, sequences, context, share, unembedded)
+        return raw * sum([weight * self._factors[one] for one, weight in self._measured_near(point, way)])
 
     def drafted(self, nodes: int, tokens: int, sequences: int = 1, context: float | None = None) -> list[float]:
         """[nodes + 1] of passes over so many new tokens and 0 ... `nodes` drafted ones besides.
@@ -183,13 +188,19 @@ class CostModel:
         return (self.seconds(SOME) - self.seconds(SOME, unembedded=False)) / SOME
 
     def _raw(
-        self, tokens: float, sequences: int, context: float | None, share: float = 1.0, unembedded: bool = True
+        self,
+        point: int,
+        way: float,
+        sequences: int,
+        context: float | None,
+        share: float = 1.0,
+        unembedded: bool = True,
     ) -> float:
+        """As it was calibrated, at a `_place`."""
         one, rate = self.calibration, self.calibration.per_context
         if sequences > 1 and one.per_context_of_many is not None:
             rate = one.per_context_of_many
         behind = 0.0 if context is None else rate * (context - one.context)
-        point, way = self._place(tokens)
         layers = self._layers[point] + way * (self._layers[point + 1] - self._layers[point])
         layers += one.per_sequence * (sequences - 1) + behind
         least = self._layers[0] * 0.5  # a context shorter than the calibration's takes off no more than that
@@ -202,14 +213,10 @@ class CostModel:
         first, second = self._tokens[point : point + 2]
         return point, max((tokens - first) / (second - first), 0.0)
 
-    def _factor(self, tokens: float) -> float:
-        return sum(weight * self._factors[point] for point, weight in self._measured_near(tokens))
-
-    def _measured_near(self, tokens: float) -> list[tuple[int, float]]:
-        """Points that were measured, each with its weight on a size."""
+    def _measured_near(self, point: int, way: float) -> list[tuple[int, float]]:
+        """Points that were measured, each with its weight on a place."""
         if len(self._factors) == 1:
             return [(0, 1.0)]
-        point, way = self._place(tokens)
         return [(point, 1.0 - min(way, 1.0)), (point + 1, min(way, 1.0))]
 
     def learn(
@@ -222,15 +229,17 @@ class CostModel:
             expected, paid = self.seconds(tokens, sequences, context) / plain - 1.0, seconds / plain - 1.0
             expected = max(expected, 0.0)  # where larger passes have proved cheaper, nothing can be said
             self._markup.record(expected, min(max(paid, 0.0), self._markup.most * expected))  # a page fault is no price
-        now = self._factor(tokens)
-        sample = seconds / self._raw(tokens, sequences, context)
+        point, way = self._place(tokens)
+        near = self._measured_near(point, way)
+        now = sum(weight * self._factors[one] for one, weight in near)
+        sample = seconds / self._raw(point, way, sequences, context)
         sample = min(max(sample, now / LARGEST_JUMP), now * LARGEST_JUMP)
         self._overall += OVERALL * (sample - self._overall)
         self._factors = [one + LIKE_OTHERS * (self._overall - one) for one in self._factors]
-        for point, weight in self._measured_near(tokens):
-            rate = max(VISITED, 0.5 / (1.0 + self._visits[point]))
-            self._factors[point] += rate * weight * (sample - self._factors[point])
-            self._visits[point] += weight
+        for one, weight in near:
+            rate = max(VISITED, 0.5 / (1.0 + self._visits[one]))
+            self._factors[one] += rate * weight * (sample - self._factors[one])
+            self._visits[one] += weight
 
 
 def _at_least_two(one: Calibration) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:

@@ -150,6 +150,7 @@ class Engine:
         self._sequence_ids, self._request_ids = itertools.count(), itertools.count()
         self._silent_ids = special_ids(tokenizer)
         self._mail = Mailboxes()
+        self._reported: set[str] = set()  # drafters that failed outside of any text's draft
         for drafter in self.drafters.values():
             for one in _with_wrapped(drafter):
                 one.taken = True
@@ -259,11 +260,7 @@ class Engine:
         if not plan:
             return chunks
         scheduled = time.perf_counter()
-        for name, drafter in self.drafters.items():
-            try:
-                drafter.scheduled(self.scheduler.running)
-            except Exception as error:
-                self._drafter_failed(name, [], error)
+        self._tell_drafters(lambda drafter: drafter.scheduled(self.scheduler.running))
         trees = self._propose([item.sequence for item in plan if item.reaches_root])
         drafted = time.perf_counter()
         steps = [_Step(item, trees.get(item.sequence.sequence_id)) for item in plan]
@@ -284,12 +281,15 @@ class Engine:
             model=ran - drafted - reading,
             verifying=(verified - ran) + (ended - observed) + (scheduled - started),
         )
+        self._tell_drafters(lambda drafter: drafter.timed(ended - started, batch.num_tokens, len(steps)))
+        return chunks
+
+    def _tell_drafters(self, tell: Callable[[Drafter], None]) -> None:
         for name, drafter in self.drafters.items():
             try:
-                drafter.timed(ended - started, batch.num_tokens, len(steps))
+                tell(drafter)
             except Exception as error:
                 self._drafter_failed(name, [], error)
-        return chunks
 
     def _propose(self, sequences: list[Sequence]) -> dict[int, TokenTree]:
         """A verified-to-be-valid proposal per sequence; the bare root where drafting is off, impossible or failed."""
@@ -333,7 +333,10 @@ class Engine:
     def _drafter_failed(self, name: str, group: list[Sequence], error: Exception) -> None:
         if self.strict:
             raise error
-        if not any(sequence.stats.draft_failures for sequence in group):
+        reported = any(sequence.stats.draft_failures for sequence in group) if group else name in self._reported
+        if not group:
+            self._reported.add(name)
+        if not reported:
             logger.warning("drafter %s failed; its sequences go on without a draft", name, exc_info=error)
         for sequence in group:
             sequence.stats.draft_failures += 1

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speclight.infer.adaptive_tree import DEEPER
 from speclight.infer.arms import ChainArm, ChainPlan, HiSpecArm, Load, arm_of
-from speclight.infer.auto import TRUST, AutoDrafter, _Step
+from speclight.infer.auto import AutoDrafter, _Step, new_trust
 from speclight.infer.bench import parse_methods
 from speclight.infer.build import (
     EarlyExitOptions,
@@ -25,7 +25,7 @@ from speclight.infer.build import (
     drafters_of,
     prepare,
 )
-from speclight.infer.choice import Acceptance, Patience, Ratio, best_allocation, longest_wait
+from speclight.infer.choice import Acceptance, Patience, best_allocation, longest_wait
 from speclight.infer.cli import main
 from speclight.infer.cost_model import Calibration, CostModel
 from speclight.infer.draft_model import DraftModelDrafter
@@ -117,7 +117,7 @@ def test_nodes_that_cannot_pay_are_not_grown():
 
 
 def test_trust_follows_what_is_accepted_down_and_up_again():
-    trust = Ratio(**TRUST)
+    trust = new_trust()
     assert trust.value == 1.0
     for _ in range(200):
         trust.record(0.9, 0.0)

@@ -75,6 +75,22 @@ def test_one_bad_proposal_costs_its_own_sequence_only() -> None:
     assert good.stats.draft_failures == 0 and good.stats.drafted > 0
 
 
+@pytest.mark.parametrize("hook", ["scheduled", "timed"])
+def test_what_a_drafter_is_told_and_cannot_bear_is_reported_once_and_stops_nothing(hook, caplog) -> None:
+    class Deaf(Drafter):
+        name = "deaf"
+
+        def fail(self, *_) -> None:
+            raise RuntimeError("what?")
+
+    setattr(Deaf, hook, Deaf.fail)
+    engine = Engine(tiny_lm(), drafters=[Deaf()], num_blocks=99)
+    (done,) = engine.generate([[1, 2]], GenerationParams(max_new_tokens=9))
+    (alone,) = Engine(tiny_lm(), num_blocks=99).generate([[1, 2]], GenerationParams(max_new_tokens=9))
+    assert done.token_ids == alone.token_ids
+    assert [record.message.split(";")[0] for record in caplog.records] == ["drafter deaf failed"]
+
+
 # -- prompts ---------------------------------------------------------------------------------------------------------
 
 
