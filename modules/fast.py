@@ -31,6 +31,16 @@ def can_pack(weight: Tensor) -> bool:
     return available and supported and weight.device.type == "cpu"
 
 
+class WithParts(nn.Module):
+    """A module whose parts are found as quickly as other attributes: torch looks for them behind all else, which over a
+    pass of a small model's layers takes 0.2 ms of 14."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            self.__dict__[name] = value
+
+
 class FastLinear(nn.Module):
     """One product for several linear layers with the same input; weight: [out_features, in_features]."""
 
@@ -91,7 +101,7 @@ def fast_norm(module: Any) -> Any:
     return FastNorm(module)
 
 
-class FastMLP(nn.Module):
+class FastMLP(WithParts):
     """down(act(gate(x)) * up(x)) with one product for gate and up."""
 
     def __init__(self, mlp: Any) -> None:
@@ -105,7 +115,7 @@ class FastMLP(nn.Module):
         return self.down.forward(self.act.forward(gate).mul_(up))
 
 
-class FastAttention(nn.Module):
+class FastAttention(WithParts):
     """Rotary attention over the paged cache: optional norms on query and key, grouped heads, window, soft cap.
 
     Hidden states may have more rows than the pass has tokens (`pad_rows`); the last ones are not attended to.
@@ -139,7 +149,7 @@ class FastAttention(nn.Module):
         return self.output.forward(pad_rows(read.view(tokens, -1), rows)).unsqueeze(0), None
 
 
-class FastLayer(nn.Module):
+class FastLayer(WithParts):
     """A decoder layer of fast parts, each behind its norm: of Llama's kind (Mistral, Qwen).
 
     Its parts' `forward` is called as it is: asking ten modules a layer for hooks that nobody set takes 3 % of a small

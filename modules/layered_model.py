@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .attention import Attention, paged_attention
 from .batch import RaggedBatch
-from .fast import FastLinear, fast_norm, layer_window, pad_rows, rows_of_passes, signed_halves, speed_up
+from .fast import FastLayer, FastLinear, fast_norm, layer_window, pad_rows, rows_of_passes, signed_halves, speed_up
 from .graphs import Graphs, Recorder
 from .kv_cache import PagedKVCache
 
@@ -143,6 +143,7 @@ class LayeredModel(nn.Module):
         self.softcap = getattr(self.config, "final_logit_softcapping", None)
         self.eos_token_ids = _eos_token_ids(hf_model)
         self.is_fast, self.attention = fast, attention
+        self.rotary_kinds = _rotary_kinds(decoder)
         if fast:
             self.requires_grad_(False).eval()
             speed_up(decoder.layers)
@@ -245,8 +246,8 @@ class LayeredModel(nn.Module):
         """`run`, never from a recording."""
         assert len(hidden) == batch.num_tokens, f"{len(hidden)} hidden states of {batch.num_tokens} tokens"
         paged, states = Paged(batch, cache, self.attention), pad_rows(hidden, self.least_rows).unsqueeze(0)
-        for index in range(start, stop):
-            states = self._through(self.decoder.layers[index], index, states, paged)
+        for index, layer in enumerate(list(self.decoder.layers)[start:stop], start):
+            states = self._through(layer, index, states, paged)
         return states[0, : len(hidden)]
 
     def run_layer(
@@ -265,13 +266,12 @@ class LayeredModel(nn.Module):
         return self._through(layer, place, hidden.unsqueeze(0), Paged(batch, cache, self.attention)).squeeze(0)
 
     def _through(self, layer: nn.Module, place: int, states: Tensor, paged: Paged) -> Tensor:
-        return layer(
-            states,
-            attention_mask=None,
-            position_ids=paged.batch.positions.unsqueeze(0),
-            position_embeddings=self._rotary(states, paged.batch, place),
-            paged=paged,
-        )
+        rotary = self._rotary(states, paged.batch, place)
+        if isinstance(layer, FastLayer):
+            assert rotary is not None, "fast layers have rotary attention"
+            return layer.forward(states, rotary, paged)
+        positions = paged.batch.positions.unsqueeze(0)
+        return layer(states, attention_mask=None, position_ids=positions, position_embeddings=rotary, paged=paged)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Next-token logits from the residual stream after the last layer (or an earlier one: an early exit)."""
@@ -318,15 +318,21 @@ class LayeredModel(nn.Module):
         return self.logits(self.run(self.embed(batch), batch, cache, 0, self.num_layers))
 
     def _rotary(self, states: Tensor, batch: RaggedBatch, layer: int) -> tuple[Tensor, Tensor] | None:
-        rotary = getattr(self.decoder, "rotary_emb", None)
-        if rotary is None:
+        if not self.rotary_kinds:
             return None
-        per_type = hasattr(rotary, "layer_types")
-        kind = self.config.layer_types[layer] if per_type else ""
+        kind = self.rotary_kinds[layer]
         if kind not in batch.rotary:
-            arguments = (kind,) if per_type else ()
-            batch.rotary[kind] = rotary(states, batch.positions.unsqueeze(0), *arguments)
+            arguments = (kind,) if kind else ()
+            batch.rotary[kind] = self.decoder.rotary_emb(states, batch.positions.unsqueeze(0), *arguments)
         return batch.rotary[kind]
+
+
+def _rotary_kinds(decoder: Any) -> list[str]:
+    """Of each layer the kind of its rotary embedding, "" where all have one; empty without (OPT)."""
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is None:
+        return []
+    return list(decoder.config.layer_types) if hasattr(rotary, "layer_types") else [""] * len(decoder.layers)
 
 
 def _eos_token_ids(hf_model: PreTrainedModel) -> frozenset[int]:
