@@ -36,9 +36,9 @@ PROBING_SHARE = 0.01
 LONGEST_PROBE_WAIT = 1024
 MARGIN = 1.05
 """What a chain must promise over trees: both are estimates, and what looks best of several is so by luck too."""
-READING_GAIN, TYPICAL_LENGTH = 0.015, 256
-"""What reading a prompt's rows adds to the tokens of a step (docs/LOG.md), and how long a text becomes of which nothing
-is known but that it may become longer."""
+READING_GAIN, TYPICAL_LENGTH = 0.01, 256
+"""What reading a prompt's rows saves of its text's time without drafts, where it saves 1.1 to 1.5 % of the steps with
+drafts (docs/LOG.md); and how long a text becomes of which nothing is known but that it may become longer."""
 ROW_SECONDS = 25e-6
 """What learning from a prompt's row takes, before it was measured."""
 HOPELESS, LEAST_NODES = 0.5, 8
