@@ -15,7 +15,7 @@ from speclight.infer.summary import ALL
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: made by `make results-table` -->", "<!-- end of results -->"
-REPORTS = ("bf16-batch1", "fp32-batch1", "bf16-batch4", "bf16-batch16", "bf16-batch32")
+REPORTS = ("bf16-batch1", "fp32-batch1", "bf16-batch4", "bf16-batch16", "bf16-batch32", "bf16-batch32-peers")
 HEAD = ("run", "method", "tokens/s", "over plain decoding", "over transformers", "MAT", "equal to plain decoding")
 
 
