@@ -37,12 +37,13 @@ LONGEST_PROBE_WAIT = 1024
 MARGIN = 1.05
 """What a chain must promise over trees: both are estimates, and what looks best of several is so by luck too."""
 READING_GAIN, TYPICAL_LENGTH = 0.01, 256
-"""What reading a prompt's rows saves of its text's time without drafts, where it saves 1.1 to 1.5 % of the steps with
-drafts (docs/LOG.md); and how long a text becomes of which nothing is known but that it may become longer."""
+"""What reading a prompt's rows is taken to save of its text's time without drafts: 1.1 to 1.4 % of the steps with
+drafts (docs/LOG.md), of which there are fewer. And how long a text becomes that may become longer."""
 ROW_SECONDS = 25e-6
-"""What learning from a prompt's row takes, before it was measured."""
+"""What learning from a prompt's row takes, before it was measured; and, little by little, while none is read."""
 HOPELESS, LEAST_NODES = 0.5, 8
-"""A node is not grown if it is less likely by this factor than one that just pays, by the mean price of so many."""
+"""A node is not grown if it is less likely by this factor than one that just pays, by the least mean price of drafts of
+so many or more."""
 WEIGHED_EVERY = 8
 """Steps after which a chain drafter that is not in use is weighed anew."""
 
@@ -127,6 +128,7 @@ class AutoDrafter(Drafter):
         self._served = self._probing = 0.0
         self._observing = self._own = 0.0
         self._row = ROW_SECONDS
+        self._reads: dict[int, bool] = {}  # whether a text's prompt is read
         self._running: SequenceOf[Sequence] = ()
         self._step: _Step | None = None
 
@@ -170,9 +172,13 @@ class AutoDrafter(Drafter):
         useless = self._typical.worth is not None and self._typical.worth <= 0.0
         if self.tree is None or useless:
             return ()
-        wanted = self.tree.unread(sequence, start, stop)
-        part = (stop - start) / sequence.num_prompt
-        return wanted if len(wanted) * self._row_seconds() < part * self._gain_of_reading(sequence) else ()
+        key = sequence.sequence_id
+        if key not in self._reads:  # once, for all of it: most tokens' last places lie at its end
+            rows = self.tree.unread(sequence, start, len(sequence.token_ids) - 1)
+            self._reads[key] = len(rows) * self._row_seconds() < self._gain_of_reading(sequence)
+            if not self._reads[key]:
+                self._row = smoothed(self._row, ROW_SECONDS)
+        return self.tree.unread(sequence, start, stop) if self._reads[key] else ()
 
     def _row_seconds(self) -> float:
         """Of a prompt's row: its logits, and learning from them."""
@@ -182,7 +188,7 @@ class AutoDrafter(Drafter):
 
     def _gain_of_reading(self, sequence: Sequence) -> float:
         """Seconds that a text's trees save by its prompt's rows."""
-        tokens = min(sequence.params.max_new_tokens, TYPICAL_LENGTH)
+        tokens = min(sequence.params.max_new_tokens - sequence.num_emitted, TYPICAL_LENGTH)
         return READING_GAIN * tokens * self._plain(self._running or [sequence]) / max(len(self._running), 1)
 
     def _plain(self, texts: SequenceOf[Sequence]) -> float:
@@ -201,6 +207,7 @@ class AutoDrafter(Drafter):
 
     def release(self, sequence_id: int) -> None:
         self._patience.pop(sequence_id, None)
+        self._reads.pop(sequence_id, None)
         self._new.discard(sequence_id)
         for part in self.parts:
             part.release(sequence_id)
@@ -230,11 +237,11 @@ class AutoDrafter(Drafter):
     def _caught_up(self) -> int:
         return sum(exits.num_caught_up for exits in self.exits)
 
-    def _hopeless(self, load: Load) -> float:
-        """The probability at which a node cannot pay."""
+    def _hopeless(self, load: Load, most: int) -> float:
+        """The probability at which a node does not pay in any draft of up to `most` nodes."""
         assert self.cost is not None, "attach() makes one"
-        nodes = max(load.sequences, LEAST_NODES)
-        price = self.cost.node(nodes, load.tokens, load.sequences, load.context)
+        fewest = max(load.sequences, LEAST_NODES)
+        price = self.cost.node(fewest, most, load.tokens, load.sequences, load.context)
         plain = self.cost.seconds(load.tokens, load.sequences, load.context)
         return HOPELESS * price * load.sequences / (plain * max(self._trust.value, 0.5))
 
@@ -251,9 +258,10 @@ class AutoDrafter(Drafter):
         if not sized:
             return {}
         started = self.clock()
-        found = self.tree.scored(sized, self._hopeless(step.load))
-        seconds, nodes = self.clock() - started, sum(len(scores) for _, scores in found)
-        if nodes and not any(sequence.sequence_id in self._new for sequence in due):  # a new text is read first
+        most = sum(sequence.draft_tokens for sequence in due)
+        found = self.tree.scored(sized, self._hopeless(step.load, most))
+        seconds, nodes = self.clock() - started, sum(_grown_nodes(scores) for _, scores in found)
+        if not any(sequence.sequence_id in self._new for sequence in due):  # a new text is read first
             self._growth = smoothed(self._growth, seconds / nodes)
         self._new.difference_update(sequence.sequence_id for sequence in due)
         return {sequence.sequence_id: _Grown(*one) for sequence, one in zip(due, found, strict=True)}
@@ -364,13 +372,13 @@ class AutoDrafter(Drafter):
             return
         running = (trees.seconds - step.overhead - step.plain) / step.nodes if step.nodes else 0.0  # of a node
         gained = self._trust.value * step.plain / step.load.sequences  # by an expected token
-        growing = self._growth * sum(len(one.scores) for one in step.grown.values()) / len(tried)
+        growing = self._growth * sum(_grown_nodes(one.scores) for one in step.grown.values()) / len(tried)
         longest = longest_wait((growing + 2 * self._reading) * step.load.sequences, step.plain)  # read before and after
         total = 0.0
         for sequence, worthy in zip(tried, trees.worthy, strict=True):
             grown, patience = step.grown[sequence.sequence_id], self._patience_of(sequence)
-            saved = gained * sum(grown.scores[: grown.kept]) - running * grown.kept - self._growth * len(grown.scores)
-            saved -= self._reading
+            saved = gained * sum(grown.scores[: grown.kept]) - running * grown.kept
+            saved -= self._growth * _grown_nodes(grown.scores) + self._reading
             patience.record(self._steps, saved, longest, len(sequences))
             patience.size(worthy, sequence.draft_tokens)
             total += saved
@@ -470,6 +478,11 @@ class AutoDrafter(Drafter):
             if not step.arm.reads_on or self._steps - step.arm.last_used <= PROBE_STEPS - 1:
                 step.arm.timed(step.plan, seconds)
             step.arm.last_used = self._steps
+
+
+def _grown_nodes(scores: SequenceOf[float]) -> int:
+    """What growing a tree is counted as: to find that no node is worth it takes as long as finding one."""
+    return max(len(scores), 1)
 
 
 def _load(sequences: SequenceOf[Sequence]) -> Load:

@@ -31,7 +31,7 @@ is near; and that the mean goes. A point's first samples count for more: a hasty
 LARGEST_JUMP = 1.5
 """A sample counts as at most so many times what was expected, or as little: a page fault is no trend."""
 
-SOME = 64
+MANY_ROWS = 64
 """Rows of logits whose mean is the price of one."""
 
 
@@ -178,14 +178,19 @@ class CostModel:
             return found
         return [found[0] + self._markup.value * (one - found[0]) for one in found]
 
-    def node(self, nodes: int, tokens: int, sequences: int = 1, context: float | None = None) -> float:
-        """Of one of so many drafted nodes, on average."""
-        more = self.seconds(tokens + nodes, sequences, context) - self.seconds(tokens, sequences, context)
-        return more / nodes * (self._markup.value if sequences > 1 else 1.0)
+    def node(self, fewest: int, most: int, tokens: int, sequences: int = 1, context: float | None = None) -> float:
+        """Of a drafted node, at the size of a draft where it costs least on average: `fewest`, twice as many, and so on
+        up to `most`. Where passes are dear at first and flat from some size on, that is a large one."""
+        plain = self.seconds(tokens, sequences, context)
+        sizes = [fewest]
+        while 2 * sizes[-1] <= most:
+            sizes.append(2 * sizes[-1])
+        least = min([(self.seconds(tokens + size, sequences, context) - plain) / size for size in sizes])
+        return least * (self._markup.value if sequences > 1 else 1.0)
 
     def row(self) -> float:
-        """Of one more row of logits."""
-        return (self.seconds(SOME) - self.seconds(SOME, unembedded=False)) / SOME
+        """Of a row of logits, as one of many."""
+        return (self.seconds(MANY_ROWS) - self.seconds(MANY_ROWS, unembedded=False)) / MANY_ROWS
 
     def _raw(
         self,

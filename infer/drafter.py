@@ -123,7 +123,8 @@ class Drafter:
         """Learn from verified steps. Called once per pass, before what was emitted is handed to the user."""
 
     def scheduled(self, running: SequenceOf[Sequence]) -> None:
-        """Called before every pass: all texts under way, those whose prompt is being read included."""
+        """Called by the engine before every pass: its list of all texts under way, those whose prompt is being read
+        included."""
 
     def timed(self, seconds: float, new_tokens: int, sequences: int) -> None:
         """How long the engine's last pass took, drafting and all, with so many new tokens of so many sequences.
@@ -144,6 +145,6 @@ class TreeDrafter(Drafter):
     def scored(self, sequences: SequenceOf[Sequence], least: float = 0.0) -> list[tuple[TokenTree, SequenceOf[float]]]:
         """`propose`, and for each node but the root the estimated probability of its being accepted, falling.
 
-        least: the probability below which a node is of no use: growing may end there.
+        least: the probability below which a node is of no use: it may be left out.
         """
         raise NotImplementedError

@@ -150,7 +150,7 @@ class Engine:
         self._sequence_ids, self._request_ids = itertools.count(), itertools.count()
         self._silent_ids = special_ids(tokenizer)
         self._mail = Mailboxes()
-        self._reported: set[str] = set()  # drafters that failed outside of any text's draft
+        self._deaf: set[tuple[str, str]] = set()  # drafters and hooks that have failed and were reported
         for drafter in self.drafters.values():
             for one in _with_wrapped(drafter):
                 one.taken = True
@@ -236,6 +236,7 @@ class Engine:
         for drafter in self.drafters.values():
             drafter.reset()
         self.cache.allocator.forget_idle()
+        self._deaf.clear()
         self.stats = EngineStats()
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -260,7 +261,7 @@ class Engine:
         if not plan:
             return chunks
         scheduled = time.perf_counter()
-        self._tell_drafters(lambda drafter: drafter.scheduled(self.scheduler.running))
+        self._tell_drafters("scheduled", self.scheduler.running)
         trees = self._propose([item.sequence for item in plan if item.reaches_root])
         drafted = time.perf_counter()
         steps = [_Step(item, trees.get(item.sequence.sequence_id)) for item in plan]
@@ -281,15 +282,20 @@ class Engine:
             model=ran - drafted - reading,
             verifying=(verified - ran) + (ended - observed) + (scheduled - started),
         )
-        self._tell_drafters(lambda drafter: drafter.timed(ended - started, batch.num_tokens, len(steps)))
+        self._tell_drafters("timed", ended - started, batch.num_tokens, len(steps))
         return chunks
 
-    def _tell_drafters(self, tell: Callable[[Drafter], None]) -> None:
+    def _tell_drafters(self, hook: str, *news: Any) -> None:
+        """Call one of the hooks that every pass has. One that raises is reported, once; no draft is lost by it."""
         for name, drafter in self.drafters.items():
             try:
-                tell(drafter)
+                getattr(drafter, hook)(*news)
             except Exception as error:
-                self._drafter_failed(name, [], error)
+                if self.strict:
+                    raise
+                if (name, hook) not in self._deaf:
+                    self._deaf.add((name, hook))
+                    logger.warning("drafter %s failed in %s(); it goes on drafting", name, hook, exc_info=error)
 
     def _propose(self, sequences: list[Sequence]) -> dict[int, TokenTree]:
         """A verified-to-be-valid proposal per sequence; the bare root where drafting is off, impossible or failed."""
@@ -333,10 +339,7 @@ class Engine:
     def _drafter_failed(self, name: str, group: list[Sequence], error: Exception) -> None:
         if self.strict:
             raise error
-        reported = any(sequence.stats.draft_failures for sequence in group) if group else name in self._reported
-        if not group:
-            self._reported.add(name)
-        if not reported:
+        if not any(sequence.stats.draft_failures for sequence in group):
             logger.warning("drafter %s failed; its sequences go on without a draft", name, exc_info=error)
         for sequence in group:
             sequence.stats.draft_failures += 1

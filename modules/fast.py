@@ -39,6 +39,12 @@ class WithParts(nn.Module):
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             self.__dict__[name] = value
+        elif name in self._modules:  # None
+            self.__dict__.pop(name, None)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__.pop(name, None)
 
 
 class FastLinear(nn.Module):

@@ -245,6 +245,7 @@ class LayeredModel(nn.Module):
     ) -> Tensor:
         """`run`, never from a recording."""
         assert len(hidden) == batch.num_tokens, f"{len(hidden)} hidden states of {batch.num_tokens} tokens"
+        assert 0 <= start <= stop <= self.num_layers, f"layers [{start}, {stop}) of {self.num_layers}"
         paged, states = Paged(batch, cache, self.attention), pad_rows(hidden, self.least_rows).unsqueeze(0)
         for index, layer in enumerate(list(self.decoder.layers)[start:stop], start):
             states = self._through(layer, index, states, paged)
@@ -269,7 +270,7 @@ class LayeredModel(nn.Module):
         rotary = self._rotary(states, paged.batch, place)
         if isinstance(layer, FastLayer):
             assert rotary is not None, "fast layers have rotary attention"
-            return layer.forward(states, rotary, paged)
+            return layer(states, rotary, paged)
         positions = paged.batch.positions.unsqueeze(0)
         return layer(states, attention_mask=None, position_ids=positions, position_embeddings=rotary, paged=paged)
 

@@ -88,7 +88,10 @@ def test_what_a_drafter_is_told_and_cannot_bear_is_reported_once_and_stops_nothi
     (done,) = engine.generate([[1, 2]], GenerationParams(max_new_tokens=9))
     (alone,) = Engine(tiny_lm(), num_blocks=99).generate([[1, 2]], GenerationParams(max_new_tokens=9))
     assert done.token_ids == alone.token_ids
-    assert [record.message.split(";")[0] for record in caplog.records] == ["drafter deaf failed"]
+    assert [record.message.split(";")[0] for record in caplog.records] == [f"drafter deaf failed in {hook}()"]
+    engine.reset()
+    engine.generate([[1, 2]], GenerationParams(max_new_tokens=9))
+    assert len(caplog.records) == 2, "a reset engine is as a fresh one"
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------
