@@ -620,13 +620,19 @@ def test_without_a_cost_model_it_measures_one_when_an_engine_takes_it():
     assert drafter.cost is not None and drafter.cost.seconds(1) > 0.0
 
 
-def test_the_estimates_of_trees_fall_and_belong_to_their_nodes():
+def growing(steps: int, draft_tokens: int, max_depth: int):
+    """A drafter of trees, and a text after some steps that the next tree is for."""
     engine = Engine(tiny_lm(), drafters=[trees := LogitSpecDrafter(k=8)], default_method="logitspec", num_blocks=100)
-    engine.add([1, 2, 3, 1, 2], GenerationParams(max_new_tokens=30))
-    for _ in range(4):
+    engine.add([1, 2, 3, 1, 2], GenerationParams(max_new_tokens=40))
+    for _ in range(steps):
         engine.step()
     (sequence,) = engine.scheduler.running
-    sequence.draft_tokens, sequence.max_depth = 20, 10
+    sequence.draft_tokens, sequence.max_depth = draft_tokens, max_depth
+    return trees, sequence
+
+
+def test_the_estimates_of_trees_fall_and_belong_to_their_nodes():
+    trees, sequence = growing(4, 20, 10)
     ((tree, scores),) = trees.scored([sequence])
     assert len(scores) == tree.num_drafted > 3
     assert list(scores) == sorted(scores, reverse=True) and 0.0 < min(scores) <= max(scores) < 1.0
@@ -639,12 +645,7 @@ def test_the_estimates_of_trees_fall_and_belong_to_their_nodes():
 def test_a_bounded_tree_has_the_likely_nodes_of_the_whole_one_and_asks_for_no_others():
     """Its nodes are some of those of a tree of 1000, and none is less likely than the bound. Of those that are clearly
     likelier, with what siblings promise shared among them if it is more than one, none is missing."""
-    engine = Engine(tiny_lm(), drafters=[trees := LogitSpecDrafter(k=8)], default_method="logitspec", num_blocks=100)
-    engine.add([1, 2, 3, 1, 2], GenerationParams(max_new_tokens=40))
-    for _ in range(6):
-        engine.step()
-    (sequence,) = engine.scheduler.running
-    sequence.draft_tokens, sequence.max_depth = 1000, 6
+    trees, sequence = growing(6, 1000, 6)
 
     def grown(least: float) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], float], int]:
         """Of every path: the score of its last node, and the least of its nodes' scores as they are ranked."""

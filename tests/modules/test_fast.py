@@ -56,13 +56,16 @@ def test_passes_of_few_tokens_are_padded_where_no_layer_attends_to_the_padding(f
 
 
 def test_parts_that_are_found_quickly_are_those_that_torch_knows():
-    """Also after a copy, and after a part was replaced."""
+    """Also after a copy, and after a part was replaced, or taken out."""
     layer = fast_layer(tiny_lm().decoder.layers[0])
     layer.mlp = FastMLP(hf_tiny("llama").model.layers[1].mlp)
     for one in (layer, copy.deepcopy(layer)):
         for module in one.modules():
             assert all(getattr(module, name) is part for name, part in module.named_children())
         assert one.self_attn is one.__dict__["self_attn"] and one.mlp.gate_up in list(one.modules())
+    layer.mlp = None
+    del layer.self_attn
+    assert layer.mlp is None and not hasattr(layer, "self_attn")
 
 
 def test_a_packed_layer_still_computes_outside_no_grad():
