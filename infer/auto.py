@@ -242,8 +242,7 @@ class AutoDrafter(Drafter):
         assert self.cost is not None, "attach() makes one"
         fewest = max(load.sequences, LEAST_NODES)
         price = self.cost.node(fewest, most, load.tokens, load.sequences, load.context)
-        plain = self.cost.seconds(load.tokens, load.sequences, load.context)
-        return HOPELESS * price * load.sequences / (plain * max(self._trust.value, 0.5))
+        return HOPELESS * price * load.sequences / max(self._trust.value, 0.5)
 
     def _grow(self, sequences: SequenceOf[Sequence], step: _Step) -> dict[int, _Grown]:
         """Trees of the sequences that it has paid for, or that it is time to try again for."""

@@ -179,14 +179,15 @@ class CostModel:
         return [found[0] + self._markup.value * (one - found[0]) for one in found]
 
     def node(self, fewest: int, most: int, tokens: int, sequences: int = 1, context: float | None = None) -> float:
-        """Of a drafted node, at the size of a draft where it costs least on average: `fewest`, twice as many, and so on
-        up to `most`. Where passes are dear at first and flat from some size on, that is a large one."""
+        """Of a drafted node, in parts of the pass without any, at the size of a draft where it costs least on average:
+        `fewest`, twice as many, and so on up to `most`. Where passes are dear at first and flat from some size on, that
+        is a large one."""
         plain = self.seconds(tokens, sequences, context)
         sizes = [fewest]
         while 2 * sizes[-1] <= most:
             sizes.append(2 * sizes[-1])
         least = min([(self.seconds(tokens + size, sequences, context) - plain) / size for size in sizes])
-        return least * (self._markup.value if sequences > 1 else 1.0)
+        return least / plain * (self._markup.value if sequences > 1 else 1.0)
 
     def row(self) -> float:
         """Of a row of logits, as one of many."""

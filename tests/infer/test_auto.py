@@ -447,14 +447,14 @@ def test_whether_a_prompt_is_read_does_not_depend_on_its_chunks(chunk):
 def test_a_price_is_that_of_a_size_at_which_it_is_worth_drafting():
     """A second token costs half a pass, and from two on they are free: a draft of 64 is what a node is priced by."""
     cost = CostModel(Calibration((1, 2, 64), (0.010, 0.015, 0.0155), (0.0, 0.0, 0.0)))
-    assert cost.node(8, 8, 1) == pytest.approx(0.005 / 8, rel=0.02)
+    assert cost.node(8, 8, 1) == pytest.approx(0.5 / 8, rel=0.02)
     assert cost.node(8, 64, 1) == cost.node(64, 64, 1) < cost.node(8, 32, 1)
     before = cost.node(8, 8, 4, 4, 60)
     for _ in range(20):  # among several texts nodes prove twice as dear
         plain = cost.seconds(4, 4, 60)
         cost.learn(plain + 2 * (cost.seconds(12, 4, 60) - plain), 12, 4, 60, drafted=8)
     several = cost.drafted(8, 4, 4, 60)
-    assert cost.node(8, 8, 4, 4, 60) == pytest.approx((several[8] - several[0]) / 8) != pytest.approx(before)
+    assert cost.node(8, 8, 4, 4, 60) == pytest.approx((several[8] / several[0] - 1) / 8) != pytest.approx(before)
 
 
 def test_it_knows_whose_prompts_are_being_read_besides_those_that_it_drafts_for():
