@@ -9,6 +9,8 @@ CHECKED := speclight.modules,beartype.beartype
 
 .PHONY: demo test check fix types
 
+needs = $(foreach name,$(1),$(if $($(name)),,$(error $@ needs $(name)=..., as in `make $@ $(foreach one,$(1),$(one)=...)`)))
+
 demo: $(VENV)/.demo-model
 	$(BIN)/speclight demo
 
@@ -49,14 +51,17 @@ results-table: $(INSTALLED)
 # every (L_d, L_i, N_d, N_i) of HiSpec on a model and prompts of yours, as a table and a picture
 .PHONY: hispec-sweep
 hispec-sweep: $(INSTALLED)
+	$(call needs,MODEL DATA OUTPUT)
 	$(BIN)/python docs/hispec_sweep.py --model $(MODEL) --data $(DATA) --output $(OUTPUT) $(ARGS)
 
 # what exit heads are worth: agreement with the last layer, acceptance, MAT, on prompts in Spec-Bench's format
 .PHONY: heads-report
 heads-report: $(INSTALLED)
+	$(call needs,MODEL BUNDLE DATA OUTPUT)
 	$(BIN)/python docs/heads_report.py --model $(MODEL) --bundle $(BUNDLE) --data $(DATA) --output $(OUTPUT) $(ARGS)
 
 # MAT as LogitSpec's authors count it, on the prompts that they were compared on
 .PHONY: logitspec-mat
 logitspec-mat: $(INSTALLED)
+	$(call needs,MODEL DATA)
 	$(BIN)/python docs/logitspec_mat.py --model $(MODEL) --data $(DATA)

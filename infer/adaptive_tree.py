@@ -224,9 +224,9 @@ class AdaptiveTrees:
 
     def _learn(self, seen: Observation, likely: list[dict[int, int]]) -> None:
         state, sequence = self._state(seen.sequence), seen.sequence
-        if state.grown is not None and not sequence.num_tentative:  # by what was known when it was grown
-            self._settle(state, state.grown, seen.verdict.emitted(seen.tree))
-            state.grown = None  # the next step may be drafted by another
+        grown, state.grown = state.grown, None  # the next step may be drafted by another
+        if grown is not None and not sequence.num_tentative:  # by what was known when it was grown
+            self._settle(state, grown, seen.verdict.emitted(seen.tree))
         before = state.guesses if len(sequence.token_ids) == state.num_read + 1 else {}  # auto may have left rows out
         state.earlier = likely[-2] if len(likely) > 1 else before
         state.guesses = dict(likely[-1])

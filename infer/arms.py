@@ -20,14 +20,18 @@ from .cost_model import CostModel
 from .draft_model import DraftModelDrafter
 from .drafter import Drafter, Observation
 from .early_exit import EarlyExitDrafter
-from .exits import catch_up
+from .exits import Tap, catch_up
 from .hierarchical import HierarchicalDrafter
 from .request import GenerationParams, Sequence
 
-LONGEST_CHAIN, LONGEST_INNER = 16, 4
-"""Most tokens that are drafted one after another, and for an intermediate layer."""
+LONGEST_CHAIN = 16
+"""Most tokens that are drafted one after another."""
+LONGEST_INNER = 4
+"""Most tokens that are drafted at once for an intermediate layer."""
+FORESEEN_CHAIN = 4
+"""Longest chain that is considered when it is decided whether heads are shown a text."""
 PROBE_STEPS = 3
-"""What was not used for a while reads on before it drafts: a probe is so many steps."""
+"""Steps of a probe; the first also reads what its drafter missed while it was not used."""
 PRIOR = 0.6
 """How often a draft is taken to be accepted while nothing is known of its drafter."""
 TRIED = (24.0, 0.99)
@@ -81,6 +85,20 @@ class ChainArm:
     def attach(self, model: LayeredModel, cache: PagedKVCache, cost: CostModel) -> None:
         self.drafter.attach(model, cache)
         self.model, self.model_cost = model, cost
+
+    def taps(self, params: GenerationParams) -> frozenset[Tap]:
+        """Its heads read late: most steps do not use them."""
+        return frozenset(tap._replace(late=True) for tap in self.drafter.taps(params))
+
+    def sees(self, sequence: Sequence) -> bool:
+        """Whether the heads that it needs are shown the text."""
+        return self.taps(sequence.params) <= sequence.taps
+
+    def foreseen(self, sequence: Sequence, texts: int) -> float:
+        """Tokens a second of a step of so many texts like this one, which has not begun."""
+        load = Load(texts, texts, texts * len(sequence.token_ids))
+        plans = self.plans([sequence] * texts, load, FORESEEN_CHAIN, 0.0)
+        return max(texts * plan.emitted / plan.seconds for plan in plans)
 
     def best(self, sequences: SequenceOf[Sequence], load: Load, overhead: float) -> ChainPlan:
         """The plan of the greatest rate, for sequences that it may draft for; load: of the whole step."""

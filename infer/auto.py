@@ -42,8 +42,10 @@ drafts (docs/LOG.md), of which there are fewer. And how long a text becomes that
 ROW_SECONDS = 25e-6
 """What learning from a prompt's row takes, before it was measured; and, little by little, while none is read."""
 HOPELESS, LEAST_NODES = 0.5, 8
-"""A node is not grown if it is less likely by this factor than one that just pays, by the least mean price of drafts of
-so many or more."""
+"""Nodes below this part of the probability at which one just pays are not grown. It pays at the lowest mean price of
+drafts of so many nodes or more."""
+GAIN_MEMORY = 0.05
+"""Weight of the newest step in the running mean of (rate without chains / rate without any draft)."""
 WEIGHED_EVERY = 8
 """Steps after which a chain drafter that is not in use is weighed anew."""
 
@@ -128,6 +130,10 @@ class AutoDrafter(Drafter):
         self._served = self._probing = 0.0
         self._observing = self._own = 0.0
         self._row = ROW_SECONDS
+        self._gain = 1.0  # the rate without chains, by that without any draft
+        self._promised: dict[int, tuple[int, bool]] = {}  # by number of texts: at which step, whether chains would pay
+        self._trials: set[int] = set()  # texts that heads are shown as a trial
+        self._arms_of: dict[int, list[ChainArm]] = {}  # by text, who can draft for it
         self._reads: dict[int, bool] = {}  # whether a text's prompt is read
         self._running: SequenceOf[Sequence] = ()
         self._step: _Step | None = None
@@ -143,18 +149,60 @@ class AutoDrafter(Drafter):
 
     # -- what the parts want -------------------------------------------------------------------------------------
 
-    def _chains_for(self, params: GenerationParams) -> list[ChainArm]:
-        """Those that may draft for a request: none where a seed says what the text is."""
-        return [] if params.is_seeded else self.arms
-
     def check(self, params: GenerationParams) -> None:
         for part in self.parts:
             part.check(params)
 
+    def _chains_for(self, params: GenerationParams) -> list[ChainArm]:
+        """Those that may draft for a request: none where a seed says what the text is."""
+        return [] if params.is_seeded else self.arms
+
     def taps(self, params: GenerationParams) -> frozenset[Tap]:
-        """Heads read late: most steps do not use them."""
-        taps = frozenset[Tap]().union(*(arm.drafter.taps(params) for arm in self._chains_for(params)))
-        return frozenset(tap._replace(late=True) for tap in taps)
+        return frozenset[Tap]().union(*(arm.taps(params) for arm in self._chains_for(params)))
+
+    def taps_of(self, sequence: Sequence, texts: int) -> frozenset[Tap]:
+        """All of them where a chain promises to pay, or as a trial; else none, for reading prompts takes time."""
+        self._arms_of.pop(sequence.sequence_id, None)
+        taps = self.taps(sequence.params)
+        shown = taps and (self._promises(sequence, texts) or self._is_trial(sequence, taps, texts))
+        return taps if shown else frozenset()
+
+    def _arms_for(self, sequence: Sequence) -> list[ChainArm]:
+        """Those that can draft for a text."""
+        found = self._arms_of.get(sequence.sequence_id)
+        if found is None:
+            found = [arm for arm in self._chains_for(sequence.params) if arm.sees(sequence)]
+            self._arms_of[sequence.sequence_id] = found
+        return found
+
+    def _promises(self, sequence: Sequence, texts: int) -> bool:
+        """Whether among so many texts a chain would be faster than what is done without."""
+        assert self.cost is not None, "attach() makes one"
+        asked, found = self._promised.get(texts, (-WEIGHED_EVERY, False))
+        if self._steps < asked + WEIGHED_EVERY:
+            return found
+        plain = texts / self.cost.seconds(texts, texts, texts * len(sequence.token_ids))
+        with_heads = [arm for arm in self.arms if arm.taps(sequence.params)]
+        found = any(arm.foreseen(sequence, texts) > MARGIN * self._gain * plain for arm in with_heads)
+        self._promised[texts] = self._steps, found
+        return found
+
+    def _is_trial(self, sequence: Sequence, taps: frozenset[Tap], texts: int) -> bool:
+        """Whether heads see a text only to be tried: once what that takes, the steps and perhaps a prompt that others
+        have in the cache, is a small part of the time so far."""
+        assert self.cost is not None, "attach() makes one"
+        if sequence.sequence_id in self._trials:
+            return True
+        if sequence.params.n > 1 or self._steps < min(arm.next_probe for arm in self.arms):
+            return False
+        tokens = len(sequence.token_ids)
+        price = self.cost.seconds(tokens) * (1.0 + sum(1.0 / tap.exits.num_layers for tap in taps))
+        steps = PROBE_STEPS * self.cost.seconds(texts, texts, texts * tokens)
+        if self._probing + price + steps > PROBING_SHARE * self._served:
+            return False
+        self._probing += price
+        self._trials.add(sequence.sequence_id)
+        return True
 
     def default_draft_tokens(self) -> int:
         return self.bound
@@ -208,6 +256,8 @@ class AutoDrafter(Drafter):
     def release(self, sequence_id: int) -> None:
         self._patience.pop(sequence_id, None)
         self._reads.pop(sequence_id, None)
+        self._trials.discard(sequence_id)
+        self._arms_of.pop(sequence_id, None)
         self._new.discard(sequence_id)
         for part in self.parts:
             part.release(sequence_id)
@@ -282,13 +332,14 @@ class AutoDrafter(Drafter):
             self._growth,
         )
         step.plain = trees.plain
-        allowed = [s for s in sequences if self._chains_for(s.params)]
-        step.arm, step.plan = self._choose_arm(allowed, step, trees)
+        self._gain += GAIN_MEMORY * (trees.rate * trees.plain / step.load.sequences - self._gain)
+        allowed = {arm: [s for s in sequences if arm in self._arms_for(s)] for arm in self.arms}
+        step.arm, step.plan = self._choose_arm({arm: some for arm, some in allowed.items() if some}, step, trees)
         if step.arm is None:
             self._keep(step, trees)
         self._settle_patience(sequences, step, trees)
         if step.arm is not None:
-            return self._chain_trees(sequences, allowed, step)
+            return self._chain_trees(sequences, allowed[step.arm], step)
         return [self._kept_tree(sequence, step) for sequence in sequences]
 
     def _seconds(self, load: Load, nodes: int) -> list[float]:
@@ -298,25 +349,24 @@ class AutoDrafter(Drafter):
         return [one + self._observing for one in found]
 
     def _choose_arm(
-        self, allowed: list[Sequence], step: _Step, trees: Allocation
+        self, allowed: dict[ChainArm, list[Sequence]], step: _Step, trees: Allocation
     ) -> tuple[ChainArm | None, ChainPlan | None]:
         """The chain drafter that promises more than the trees, or whose turn it is to be tried again."""
-        if not allowed or not self.arms:
+        if not allowed:
             return None, None
-        plans = {arm: self._plan(arm, allowed, step) for arm in self.arms}
-        others = step.load.sequences - len(allowed)
+        plans = {arm: self._plan(arm, some, step) for arm, some in allowed.items()}
 
         def emitted(arm: ChainArm) -> float:
-            return others + len(allowed) * plans[arm].emitted
+            return step.load.sequences + len(allowed[arm]) * (plans[arm].emitted - 1.0)
 
         def rate(arm: ChainArm) -> float:
             return emitted(arm) / (plans[arm].seconds + plans[arm].reading)
 
-        first = max(self.arms, key=rate)
+        first = max(plans, key=rate)
         best = None if rate(first) <= MARGIN * trees.rate else first
         step.top = max(rate(first), trees.rate)
-        lost = {arm: plans[arm].seconds - emitted(arm) / step.top for arm in self.arms}
-        losses = {arm: PROBE_STEPS * lost[arm] + plans[arm].reading for arm in self.arms}
+        lost = {arm: plan.seconds - emitted(arm) / step.top for arm, plan in plans.items()}
+        losses = {arm: PROBE_STEPS * lost[arm] + plan.reading for arm, plan in plans.items()}
         probed = self._probed(best, losses)
         step.is_probe = probed is not None
         chosen = probed or best
@@ -339,11 +389,11 @@ class AutoDrafter(Drafter):
     def _probed(self, best: ChainArm | None, losses: dict[ChainArm, float]) -> ChainArm | None:
         """An arm that is not the best one now and was not for long, once what its few steps are expected to lose is a
         small part of the time so far. losses: seconds, by arm."""
-        if self._probe is not None and self._probe[1] > 0 and self._probe[0] is not best:
+        if self._probe is not None and self._probe[1] > 0 and self._probe[0] is not best and self._probe[0] in losses:
             self._probe = (self._probe[0], self._probe[1] - 1)
             return self._probe[0]
         self._probe = None
-        for arm in self.arms:
+        for arm in losses:
             if arm is best:
                 arm.wait, arm.next_probe = 32, self._steps + 32
             elif self._steps >= arm.next_probe and self._probing + losses[arm] <= PROBING_SHARE * self._served:

@@ -8,14 +8,13 @@ rows, `summary.py` and `report.py` make tables of them.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,6 +40,13 @@ PEERS = {
     CONTINUOUS_PEER: (CONTINUOUS_PEER,),
 }
 """--peers values, and the rows that each stands for."""
+
+
+SEEDED = {
+    "auto": "sampled texts have seeds here, and auto drafts for those by trees alone: its chains were not used",
+    "hispec": "sampled texts have seeds here, and for those hispec waits for each window, which costs time",
+}
+"""What a reader must know of methods that treat texts with seeds otherwise."""
 
 
 @dataclass(kw_only=True)
@@ -154,7 +160,7 @@ def bench(options: BenchOptions) -> None:
     folder = Path(options.output)
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(folder / "rows.jsonl", _settings(options), options.overwrite)
+    ledger = Ledger(folder / "rows.jsonl", _settings(prepared, options), options.overwrite)
     try:
         engine = build_engine(prepared)
         items, left_out = make_items(engine, questions, options.turns, chat, options.max_new_tokens)
@@ -196,17 +202,17 @@ def _check(options: BenchOptions) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def _settings(options: BenchOptions) -> dict[str, Any]:
+def _settings(prepared: Prepared, options: BenchOptions) -> dict[str, Any]:
     """What shapes the rows: the options, the data, and where it runs."""
+    from .bundles import content_digests, digest, weights_digest
+
     settings = asdict(options)
     for name in ("output", "overwrite", "cache_dir"):
         del settings[name]
-    for where, name in ((settings, "bundle"), (settings["logitspec"], "datastore")):
-        if where[name] is not None:
-            from .bundles import bundle_digest
-
-            where[name] = bundle_digest(where[name])
-    settings["data"] = hashlib.sha256(Path(options.data).read_bytes()).hexdigest()[:16]
+    for name, found in content_digests(options).items():
+        group, _, leaf = name.rpartition(".")
+        (settings[group] if group else settings)[leaf] = found
+    settings |= {"data": digest(options.data), "weights": weights_digest(prepared.source)}
     return settings | {"versions": versions(), "processor": processor_name()}
 
 
@@ -250,7 +256,7 @@ def _header(
         **circumstances(engine),
     }
     title = f"speclight bench: {Path(options.model).name}, {dtype}, batch {options.batch_size}"
-    flags = list(_flags(options, dtype, left_out, len(groups)))
+    flags = list(_flags(options, {name.partition(":")[0] for name in methods}, dtype, left_out, len(groups)))
     return Header(title, methods, NEAR_TIE[dtype], options.temperature == 0.0, facts, flags)
 
 
@@ -275,16 +281,19 @@ def shown(argument: str) -> str:
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
-def _flags(options: BenchOptions, dtype: str, left_out: Mapping[int | str, str], num_groups: int) -> Iterator[str]:
+def _flags(
+    options: BenchOptions, methods: Collection[str], dtype: str, left_out: Mapping[int | str, str], num_groups: int
+) -> Iterator[str]:
     if options.ignore_eos:
         yield "ignore_eos was set: texts go on past their end, so MAT and acceptance are not valid"
     if options.temperature != 0.0:
         yield "texts were sampled, so they are not compared with plain decoding"
+        yield from (SEEDED[method] for method in SEEDED if method in methods)
     elif dtype in ("bfloat16", "float16"):
         yield f"in {dtype} rounding decides near-ties: texts may part from plain decoding there; each place is listed"
     if options.batch_size > 1 and num_groups > 1:
         yield "batches mix the groups: speed is given over all prompts only"
-    if options.batch_size > 1 and options.peers:
+    if options.batch_size > 1 and "transformers" in listed(options.peers):
         yield "transformers' prompt lookup runs one prompt at a time and is left out of batches"
     for question_id, reason in left_out.items():
         yield f"left out: question {question_id}, {reason}"

@@ -272,7 +272,7 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     _check_uses(options, methods, drafting)
     template = None if options.chat_template is None else Path(options.chat_template).read_text(encoding="utf-8")
     source = _find(options, options.model)
-    draft_source = _find(options, options.draft_model) if options.draft_model and "draft-model" in drafting else None
+    draft_source = _find(options, options.draft_model) if options.draft_model is not None else None
 
     from .loading import check_model  # torch only from here on
 
@@ -297,6 +297,8 @@ def _check_uses(options: EngineOptions, methods: Sequence[str], drafting: Sequen
     if AUTO in methods and options.logitspec.tree != "adaptive":
         raise ValueError(f"logitspec.tree must be adaptive for method auto, got {options.logitspec.tree!r}")
     _check_attention_use(options, methods)
+    if options.draft_model is not None and "draft-model" not in drafting:
+        raise ValueError(f"draft_model is read by draft-model; method is {' and '.join(dict.fromkeys(methods))}")
     if options.bundle is not None and not any(method in EXIT_DRAFTERS for method in drafting):
         raise ValueError(
             f"bundle is read by {', '.join(EXIT_DRAFTERS)}; method is {' and '.join(dict.fromkeys(methods))}"

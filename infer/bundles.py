@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
@@ -14,6 +15,9 @@ from ..modules.checksums import SUMS
 from ..modules.exit_heads import KIND, default_layers
 from .exits import EarlyExits
 from .sources import ModelSource
+
+if TYPE_CHECKING:
+    from .build import EngineOptions
 
 WEIGHT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 
@@ -31,6 +35,22 @@ def bundle_digest(folder: str) -> str:
     """Tells bundles apart, and datastores; empty for a folder that is neither, which whoever loads it refuses."""
     sums = Path(folder).expanduser() / SUMS
     return hashlib.sha256(sums.read_bytes()).hexdigest()[:16] if sums.is_file() else ""
+
+
+def digest(path: str | Path) -> str:
+    """Tells contents of files apart."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
+def content_digests(options: EngineOptions) -> dict[str, str]:
+    """What shapes results and may change under its name, by option: of what lies in these places, not where."""
+    folders = {
+        "bundle": options.bundle,
+        "target.head": options.target.head,
+        "logitspec.datastore": options.logitspec.datastore,
+    }
+    found = {name: bundle_digest(folder) for name, folder in folders.items() if folder is not None}
+    return found if options.chat_template is None else found | {"chat_template": digest(options.chat_template)}
 
 
 def planned_exits(num_layers: int, bundle: HeadBundle | None) -> EarlyExits:
@@ -66,6 +86,14 @@ def default_exits(exits: EarlyExits) -> tuple[int, int]:
         return exits.layers[0], exits.layers[-1]
     draft, verify = default_layers(exits.num_layers)
     return draft, min(verify, exits.num_layers)
+
+
+def weights_digest(source: ModelSource) -> str:
+    """Tells the weights of one model from those of another in the same place; empty for pickles."""
+    place = source.converted or Path(source.location)
+    if source.converted is not None or place != Path(source.name).expanduser():
+        return place.name  # a GGUF file's conversion is named after the file as it is
+    return (base_fingerprint(source) or "")[:16]
 
 
 def base_fingerprint(source: ModelSource) -> str | None:

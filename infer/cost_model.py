@@ -179,9 +179,9 @@ class CostModel:
         return [found[0] + self._markup.value * (one - found[0]) for one in found]
 
     def node(self, fewest: int, most: int, tokens: int, sequences: int = 1, context: float | None = None) -> float:
-        """Of a drafted node, in parts of the pass without any, at the size of a draft where it costs least on average:
-        `fewest`, twice as many, and so on up to `most`. Where passes are dear at first and flat from some size on, that
-        is a large one."""
+        """Price of a drafted node as a fraction of the undrafted pass: the lowest mean price among drafts of `fewest`,
+        2 `fewest`, ... up to `most` nodes. Where passes are dear at first and flat from some size on, that is a large
+        draft's."""
         plain = self.seconds(tokens, sequences, context)
         sizes = [fewest]
         while 2 * sizes[-1] <= most:

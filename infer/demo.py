@@ -102,6 +102,7 @@ def _bench(engine: EngineOptions, methods: Mapping[str, int | None], options: De
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in demo_prompts()), encoding="utf-8")
+    print(f"Measuring {len(demo_prompts())} prompts by every method, some minutes:", flush=True)
     sized = [name if size is None else f"{name}:{size}" for name, size in methods.items()]
     bench(
         BenchOptions(

@@ -90,7 +90,8 @@ class DraftModelDrafter(Drafter):
             raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
         self.model, self.num_tokens, self.draft_temperature = model, num_tokens, draft_temperature
         self.max_batch_tokens = max_batch_tokens
-        num_blocks = num_blocks or blocks_within(model, block_size, MAX_TEXTS, share=DRAFT_SHARE)
+        if num_blocks is None:
+            num_blocks = blocks_within(model, block_size, MAX_TEXTS, share=DRAFT_SHARE)
         self.cache = model.new_cache(num_blocks, block_size)
         self.vocab_size = model.vocab_size
         self._states: dict[int, _State] = {}
@@ -161,7 +162,7 @@ class DraftModelDrafter(Drafter):
 
     def _begin(self, sequence: Sequence, state: _State) -> _Chain | None:
         """Settle what the last proposal left; None when there is nothing it can draft with."""
-        self._settle(state, sequence.token_ids)
+        self._settle(state, sequence)
         if not state.table.blocks:
             self.cache.match_prefix(state.table, sequence.token_ids)
         room = self.model.max_positions - len(sequence.token_ids) + 1  # the last draft is not run
@@ -198,7 +199,7 @@ class DraftModelDrafter(Drafter):
         return {chain.sequence.sequence_id: self._tree(chain) for chain in chains}
 
     def _anew(self, chain: _Chain) -> _Chain:
-        self._settle(chain.state, chain.sequence.token_ids)
+        self._settle(chain.state, chain.sequence)
         again = _Chain(chain.sequence, chain.state, chain.length, chain.bonus)
         reserved = self._reserve(again, ())
         assert reserved, "it had this room before"
@@ -213,16 +214,18 @@ class DraftModelDrafter(Drafter):
             open_chains = [chain for chain in open_chains if len(chain.token_ids) < chain.length]
             rows = self._run(open_chains, [chain.token_ids[-1:] for chain in open_chains])
 
-    def _settle(self, state: _State, token_ids: SequenceOf[int]) -> None:
-        """Keep of the tokens run ahead those that became text."""
+    def _settle(self, state: _State, sequence: Sequence) -> None:
+        """Commit of the tokens run ahead those that became text, and keep those that are still tentative."""
+        start, text = state.table.length, sequence.token_ids[:-1]
         kept = 0
-        while kept < len(state.ahead) and state.table.length + kept < len(token_ids) - 1:
-            if state.ahead[kept] != token_ids[state.table.length + kept]:
-                break
+        while kept < len(state.ahead) and start + kept < len(text) and state.ahead[kept] == text[start + kept]:
             kept += 1
-        self.cache.commit([(state.table, range(kept))])
-        self.cache.index_full_blocks(state.table, token_ids)
-        state.ahead.clear()
+        certain = max(min(kept, len(sequence.token_ids) - sequence.num_tentative - start), 0)
+        tentative = state.ahead[certain:kept]
+        keep = self.cache.keep if tentative else self.cache.commit  # which gives blocks back
+        keep([(state.table, range(certain))])
+        self.cache.index_full_blocks(state.table, sequence.token_ids)
+        state.ahead[:] = tentative
 
     def _catch_up(self, chains: list[_Chain]) -> list[_Row]:
         """Run the text each chain's cache lacks, in chunks; returns the rows after each chain's root."""

@@ -81,8 +81,16 @@ class Drafter:
         """Raise ValueError for settings of a request that this drafter cannot follow. Called when a request comes."""
 
     def taps(self, params: GenerationParams) -> frozenset[Tap]:
-        """The heads that must be shown every token of a request's texts; always the same for the same settings."""
+        """The heads that must be shown every token of a request's texts to draft for them."""
         return frozenset()
+
+    def taps_of(self, sequence: Sequence, texts: int) -> frozenset[Tap]:
+        """The heads that this text is shown to. Asked whenever the scheduler tries to start it: perhaps often while it
+        waits for blocks, and after preemption again.
+
+        texts: how many will then run. Texts that other heads are shown do not find its prefix in the cache.
+        """
+        return self.taps(sequence.params)
 
     def depth(self, params: GenerationParams) -> int:
         """How many of the target's layers its proposals have been through."""

@@ -139,9 +139,12 @@ class Engine:
             drafter.attach(model, self.cache)
         for method, drafter in self.drafters.items():
             self.verify_against(method, target_rule or drafter.target_rule)
-        self.max_length = min(max_length or model.max_positions, model.max_positions, self.cache.num_slots)
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        longest = min(model.max_positions, self.cache.num_slots)
+        self.max_length = longest if max_length is None else min(max_length, longest)
         self._intake = Intake(tokenizer, model.vocab_size, self.max_length)
-        self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds, self._scratch)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds, self._scratch, self._start)
         self.stats = EngineStats()
         self._decoding: dict[int, _Decoding] = {}
         self._trimmed: dict[int, Callable[[Tensor], Tensor]] = {}  # unembeddings, by the number of tokens
@@ -286,7 +289,7 @@ class Engine:
         return chunks
 
     def _tell_drafters(self, hook: str, *news: Any) -> None:
-        """Call one of the hooks that every pass has. One that raises is reported, once; no draft is lost by it."""
+        """Call a hook of every drafter. One that raises is reported, once; no draft is lost by it."""
         for name, drafter in self.drafters.items():
             try:
                 getattr(drafter, hook)(*news)
@@ -515,16 +518,8 @@ class Engine:
         sequence.stats.distance += sum(step.distances[: len(token_ids)])
         sequence.origins.extend(_origins(tree, verdict, decoding.drafter.name)[: len(token_ids)])
         sequence.logprobs.extend(values[: len(token_ids)])
-        sequence.stats.record_pass(
-            num_drafted=tree.num_drafted,
-            max_depth=max(tree.depths),
-            num_accepted=min(verdict.num_accepted, len(token_ids)),
-            emitted=len(token_ids),
-            retrieval_hit="ngram" in tree.sources[1:]
-            if decoding.drafter.retrieves and sequence.draft_tokens > 0
-            else None,
-        )
-        sequence.stats.record_sources(tree.sources, verdict.path[1 : len(token_ids) + 1])
+        looked_up = decoding.drafter.retrieves and sequence.draft_tokens > 0
+        sequence.stats.record_verdict(tree, verdict, len(token_ids), looked_up)
         return text, token_ids
 
     def _chunk(self, sequence: Sequence, text: str, token_ids: list[int]) -> StreamChunk:
@@ -536,7 +531,6 @@ class Engine:
     # -- life of a sequence --------------------------------------------------------------------------------------
 
     def _add_sequence(self, ids: list[int], params: GenerationParams, method: str, request_id: str, index: int) -> None:
-        taps = self.drafters[method].taps(params)
         sequence = Sequence(
             next(self._sequence_ids),
             request_id,
@@ -545,9 +539,7 @@ class Engine:
             len(ids),
             make_generator(params.seed, index, self.model.device),
             make_generator(params.seed, index, self.model.device, stream=1),
-            CacheTable((params.namespace, at_once(taps))),  # prefixes are shared where the same heads have seen them
-            index,
-            taps,
+            index=index,
         )
         self._decoding[sequence.sequence_id] = _Decoding(
             self.drafters[method],
@@ -579,8 +571,7 @@ class Engine:
         self._live[sequence.request_id] -= 1
         if not self._live[sequence.request_id]:
             del self._live[sequence.request_id]
-        for drafter in self.drafters.values():
-            drafter.release(sequence.sequence_id)
+        self._tell_drafters("release", sequence.sequence_id)
         sequence.stats.seconds = time.perf_counter() - sequence.arrived
         completion = Completion(
             sequence.request_id,
@@ -600,12 +591,25 @@ class Engine:
     def _bounds(self, sequence: Sequence) -> tuple[int, int]:
         """(draft tokens, depth) of the next proposal: never past the length cap or the context."""
         room = min(sequence.params.max_new_tokens - sequence.num_emitted, self.max_length - len(sequence.token_ids))
-        wanted = sequence.params.draft_tokens
-        if wanted is None:
-            wanted = self.draft_tokens
-        if wanted is None:
-            wanted = self._decoding[sequence.sequence_id].drafter.draft_tokens_for(sequence.params)
+        wanted = self._wanted(sequence)
         return (wanted, room - 1) if room > 1 and wanted > 0 else (0, 0)
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """Size of its proposals: the request's, else the engine's, else the drafter's."""
+        for wanted in (sequence.params.draft_tokens, self.draft_tokens):
+            if wanted is not None:
+                return wanted
+        return self._decoding[sequence.sequence_id].drafter.draft_tokens_for(sequence.params)
+
+    def _start(self, sequence: Sequence, texts: int) -> None:
+        """Settle which heads see a text; prefixes are shared where the same heads have seen them."""
+        drafter = self._decoding[sequence.sequence_id].drafter
+        try:
+            sequence.taps = drafter.taps_of(sequence, texts) if self._wanted(sequence) > 0 else frozenset()
+        except Exception as error:
+            sequence.taps = frozenset()
+            self._drafter_failed(drafter.name, [sequence], error)
+        sequence.table = CacheTable((sequence.params.namespace, at_once(sequence.taps)))
 
     def _scratch(self, sequence: Sequence) -> int:
         drafter = self._decoding[sequence.sequence_id].drafter

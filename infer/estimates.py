@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from .prior import PRIOR
+from .stats import RETRIEVED
 
 if TYPE_CHECKING:
     from .datastore import Matches
@@ -61,7 +62,7 @@ NUM_WEIGHTS = sum(SIZES.values())
 SEEN, FOLLOWED = OFFSETS["seen"], OFFSETS["followed"]
 
 
-NGRAM, CORPUS = "ngram", "datastore"
+NGRAM, CORPUS = RETRIEVED, "datastore"
 """Labels of what was looked up."""
 GUESS, SUCCESSOR = "last-logit", "successor"
 """Labels of sources whose classes are probabilities."""

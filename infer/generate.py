@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -190,6 +189,8 @@ def run_missing(
 
 def shaping_settings(options: AnswerOptions) -> dict[str, Any]:
     """What shapes the results: they may not change while a file is being filled."""
+    from .bundles import content_digests
+
     shaping = {item.name: getattr(options, item.name) for item in fields(RequestOptions)}
     for name in ("model", "draft_model"):
         value = getattr(options, name)
@@ -198,11 +199,4 @@ def shaping_settings(options: AnswerOptions) -> dict[str, Any]:
         shaping[name] = getattr(options, name)
     for group in ("logitspec", "prompt_lookup", "early_exit", "hispec", "diversed", "target"):
         shaping |= {f"{group}.{name}": value for name, value in asdict(getattr(options, group)).items()}
-    for name, folder in (("bundle", options.bundle), ("target.head", options.target.head)):
-        if folder is not None:
-            from .bundles import bundle_digest
-
-            shaping[name] = bundle_digest(folder)
-    if options.chat_template is not None:
-        shaping["chat_template"] = hashlib.sha256(Path(options.chat_template).read_bytes()).hexdigest()[:16]
-    return shaping
+    return shaping | content_digests(options)

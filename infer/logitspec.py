@@ -25,9 +25,11 @@ from .datastore import Datastore
 from .drafter import Observation, TreeDrafter
 from .ngram_index import NgramIndex
 from .request import Sequence
+from .stats import RETRIEVED
 
-RETRIEVED, GUESSED = "ngram", "last-logit"
-"""Labels of nodes. A proposal holds a retrieved one exactly when a lookup whose result had room matched."""
+GUESSED = "last-logit"
+"""The label of the last logits' candidates. A proposal holds a node labelled RETRIEVED exactly when a lookup whose
+result had room matched."""
 
 PROMPT_VOCAB = 8192
 """Default of `prompt_vocab`: against all 49152 of SmolLM2 it is a sixth of the cost (docs/LOG.md)."""

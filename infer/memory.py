@@ -20,7 +20,8 @@ def blocks_within(
     share: float | None = None,
     extra_layers: int = 0,
 ) -> int:
-    """Blocks in a budget of `kv_memory` GiB, or in a share of the free memory; at most what full contexts could use.
+    """Blocks in `kv_memory` GiB; without it in a share of the free memory, at most what `max_num_seqs` full contexts
+    need.
 
     extra_layers: of the cache, beyond the model's own.
 

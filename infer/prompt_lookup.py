@@ -13,6 +13,7 @@ from ..modules.token_tree import TokenTree
 from .drafter import Drafter
 from .ngram_index import NgramIndex
 from .request import Sequence
+from .stats import RETRIEVED
 
 Match = Literal["first", "last"]
 
@@ -57,7 +58,7 @@ class PromptLookupDrafter(Drafter):
             index = self._indices[sequence.sequence_id] = self._new_index()
         index.extend(token_ids[: len(token_ids) - sequence.num_tentative])
         length = max(min(sequence.draft_tokens, sequence.max_depth), 0)
-        return TokenTree.chain([token_ids[-1], *index.lookup(token_ids[-self.max_ngram :], length)], source="ngram")
+        return TokenTree.chain([token_ids[-1], *index.lookup(token_ids[-self.max_ngram :], length)], source=RETRIEVED)
 
     def _new_index(self) -> NgramIndex:
         return NgramIndex(self.max_ngram, self.num_tokens if self.match == "last" else None)

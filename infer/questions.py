@@ -51,7 +51,9 @@ def _read_question(where: str, row: Mapping[str, Any]) -> Question:
     for name, (is_valid, wanted) in checks.items():
         value = row.get(name)
         if not is_valid(value):
-            raise ValueError(f"{where}: {name} must be {wanted}, got {value!r}")
+            raise ValueError(
+                f"{where}: {name} must be {wanted}, got {value!r}; rows of Spec-Bench's format have {', '.join(checks)}"
+            )
     return Question(row["question_id"], row["category"], tuple(row["turns"]))
 
 

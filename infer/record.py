@@ -6,9 +6,8 @@ them for the prompt's positions as well.
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,10 +52,11 @@ def record(options: RecordOptions) -> None:
     chat = prepared.is_chat(options.chat)
     _check_prompts(prepared, questions, chat, options.max_new_tokens)
     folder = Path(options.output)
-    _check_folder(folder, options, questions)
+    meta = _meta(prepared, options, questions)
+    _check_folder(folder, meta, options.overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     with held_folder(folder):
-        _begin(folder, options, questions)
+        _begin(folder, meta, options.overwrite)
         missing = _missing(folder, len(questions))
         if not missing:
             print(f"speclight: {options.output} is complete: nothing left to do", file=sys.stderr)
@@ -97,17 +97,18 @@ def _check_prompts(prepared: Prepared, questions: Sequence[Question], chat: bool
             )
 
 
-def _meta(options: RecordOptions, questions: Sequence[Question]) -> dict[str, Any]:
+def _meta(prepared: Prepared, options: RecordOptions, questions: Sequence[Question]) -> dict[str, Any]:
     """What shapes a recording; it may not change while one is being filled."""
+    from .bundles import content_digests, digest, weights_digest
+
     settings = {name: getattr(options, name) for name in ("dtype", "max_new_tokens", "top_k", "chat")}
-    settings["model"] = Path(options.model).name
-    settings["data"] = Path(options.data).name
-    settings["data_digest"] = hashlib.sha256(Path(options.data).read_bytes()).hexdigest()[:16]
+    settings |= {"model": Path(options.model).name, "weights": weights_digest(prepared.source)}
+    settings |= {"data": Path(options.data).name, "data_digest": digest(options.data)} | content_digests(options)
     texts = [{"question_id": q.question_id, "category": q.category} for q in questions]
     return {"settings": settings, "texts": texts}
 
 
-def _check_folder(folder: Path, options: RecordOptions, questions: Sequence[Question]) -> None:
+def _check_folder(folder: Path, now: Mapping[str, Any], overwrite: bool) -> None:
     """Raise ValueError for a folder that holds something else, or a recording of other settings."""
     from .recording import META, read_meta
 
@@ -115,9 +116,9 @@ def _check_folder(folder: Path, options: RecordOptions, questions: Sequence[Ques
         return
     if not (folder / META).exists():
         raise ValueError(f"output folder {str(folder)!r} is not empty and holds no recording; choose another")
-    if options.overwrite:
+    if overwrite:
         return
-    before, now = read_meta(folder), _meta(options, questions)
+    before = read_meta(folder)
     for name, value in now["settings"].items():
         if before["settings"].get(name) != value:
             raise ValueError(
@@ -128,14 +129,14 @@ def _check_folder(folder: Path, options: RecordOptions, questions: Sequence[Ques
         raise ValueError(f"{folder} holds other questions; use another --output, or --overwrite to begin anew")
 
 
-def _begin(folder: Path, options: RecordOptions, questions: Sequence[Question]) -> None:
+def _begin(folder: Path, meta: Mapping[str, Any], overwrite: bool) -> None:
     from .recording import META, write_meta
 
-    if options.overwrite:
+    if overwrite:
         for path in folder.glob("*.npz"):
             path.unlink()
-    if options.overwrite or not (folder / META).exists():
-        write_meta(folder, _meta(options, questions))
+    if overwrite or not (folder / META).exists():
+        write_meta(folder, dict(meta))
 
 
 def _missing(folder: Path, count: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .request import Sequence as RunningText
     from .stats import SequenceStats
 
-METHODS = ("ar", "prompt-lookup", "logitspec")
 LARGEST_BUDGET = 1024
 
 
@@ -48,31 +47,23 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class Variant:
-    """A drafter to try. `Variant("logitspec, paper", "logitspec", {"tree": "paper", ...})`; arguments: its own."""
+    """A drafter to try. `Variant("logitspec, paper", "logitspec", {"tree": "paper", ...}, ...)`; arguments: its own.
+
+    drafter: a fresh one, of at most so many nodes a proposal, root included, and with the datastore that its arguments
+    name. draft_tokens: what the engine would ask it for, by that number of nodes.
+    """
 
     name: str
     method: str
     arguments: Mapping[str, Any]
+    drafter: Callable[[int, Datastore | None], Drafter]
+    draft_tokens: Callable[[int], int]
 
     def facts(self) -> dict[str, Any]:
         """For a report, which names a datastore but not where it lies."""
-        found = asdict(self)
-        folder = found["arguments"].get("datastore")
-        if folder is not None:
-            found["arguments"]["datastore"] = Path(folder).name
-        return found
-
-    def drafter(self, budget: int, datastore: Datastore | None = None) -> Drafter:
-        """A fresh one, of at most `budget` nodes a proposal, root included. datastore: what its arguments name."""
-        from .drafter import Drafter
-        from .logitspec import LogitSpecDrafter
-        from .prompt_lookup import PromptLookupDrafter
-
-        if self.method == "logitspec":
-            return LogitSpecDrafter(**{**self.arguments, "capacity": budget, "datastore": datastore})
-        if self.method == "prompt-lookup":
-            return PromptLookupDrafter(**{**self.arguments, "num_tokens": max(budget - 1, 1)})  # a chain lacks the root
-        return Drafter()
+        folder = self.arguments.get("datastore")
+        named = {} if folder is None else {"datastore": Path(folder).name}
+        return {"name": self.name, "method": self.method, "arguments": {**self.arguments, **named}}
 
 
 @dataclass(frozen=True)
@@ -96,7 +87,7 @@ def replay(options: ReplayOptions) -> None:
     budgets = parse_budgets(options.budgets)
     variants = parse_variants(options)
     for variant in variants:
-        variant.drafter(budgets[0])  # refuses wrong arguments now
+        variant.drafter(budgets[0], None)  # refuses wrong arguments now
     _check_folder(Path(options.output))
     recording = read_recording(options.recording)
     datastore = _datastore(options, variants, recording)
@@ -105,7 +96,8 @@ def replay(options: ReplayOptions) -> None:
         for variant in variants:
             for budget in budgets:
                 drafter = variant.drafter(budget, datastore)
-                outcomes[variant.name, budget] = list(_watched(run(drafter, recording, budget), bar))
+                ran = run(drafter, recording, variant.draft_tokens(budget))
+                outcomes[variant.name, budget] = list(_watched(ran, bar))
     Path(options.output).mkdir(parents=True, exist_ok=True)
     report = build_report(recording, {variant.name: variant.facts() for variant in variants}, outcomes)
     write_report(options.output, report)
@@ -158,7 +150,7 @@ def parse_variants(options: ReplayOptions) -> list[Variant]:
     from .logitspec import SHARED, TREES
 
     for name, values, valid in (
-        ("methods", _names(options.methods), METHODS),
+        ("methods", _names(options.methods), tuple(METHODS)),
         ("trees", _names(options.trees), TREES),
         ("shared", _names(options.shared), SHARED),
     ):
@@ -167,24 +159,47 @@ def parse_variants(options: ReplayOptions) -> list[Variant]:
                 raise ValueError(f"{name} must be among {', '.join(valid)}, got {value!r}{did_you_mean(value, valid)}")
     variants: list[Variant] = []
     for method in _names(options.methods):
-        if method == "logitspec":
-            variants += _logitspec_variants(options)
-        else:
-            arguments = asdict(options.prompt_lookup) if method == "prompt-lookup" else {}
-            variants.append(Variant(method, method, arguments))
+        variants += METHODS[method](options)
     if not variants:
         raise ValueError(f"methods must name at least one of {', '.join(METHODS)}, got none")
     return variants
 
 
-def _logitspec_variants(options: ReplayOptions) -> Iterator[Variant]:
+def _plain(options: ReplayOptions) -> Iterator[Variant]:
+    from .drafter import Drafter
+
+    yield Variant("ar", "ar", {}, lambda budget, datastore: Drafter(), lambda budget: 0)
+
+
+def _prompt_lookup(options: ReplayOptions) -> Iterator[Variant]:
+    from .prompt_lookup import PromptLookupDrafter
+
+    own = asdict(options.prompt_lookup)
+
+    def drafter(budget: int, datastore: Datastore | None) -> Drafter:
+        return PromptLookupDrafter(**{**own, "num_tokens": max(budget - 1, 1)})
+
+    yield Variant("prompt-lookup", "prompt-lookup", own, drafter, lambda budget: budget - 1)  # a chain lacks the root
+
+
+def _logitspec(options: ReplayOptions) -> Iterator[Variant]:
+    from .logitspec import LogitSpecDrafter
+
     own = asdict(options.logitspec)
     for tree in _names(options.trees) or [own["tree"]]:
         check_datastore_tree(options.logitspec.datastore, tree)
         shared = (_names(options.shared) or [own["shared"]]) if tree != "paper" else ["none"]
         for kind in shared:
             name = f"logitspec, {tree}" + (f", shared {kind}" if tree != "paper" else "")
-            yield Variant(name, "logitspec", own | {"tree": tree, "shared": kind})
+            arguments = own | {"tree": tree, "shared": kind}
+
+            def drafter(budget: int, datastore: Datastore | None, arguments: dict[str, Any] = arguments) -> Drafter:
+                return LogitSpecDrafter(**{**arguments, "capacity": budget, "datastore": datastore})
+
+            yield Variant(name, "logitspec", arguments, drafter, lambda budget: budget)
+
+
+METHODS = {"ar": _plain, "prompt-lookup": _prompt_lookup, "logitspec": _logitspec}
 
 
 def _check_folder(folder: Path) -> None:
@@ -194,10 +209,9 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"output folder {str(folder)!r} holds something else than a replay; choose another")
 
 
-def run(drafter: Drafter, recording: Recording, budget: int) -> Iterator[Outcome]:
+def run(drafter: Drafter, recording: Recording, draft_tokens: int) -> Iterator[Outcome]:
     """One drafter over all texts, in order; what it learns from one it has for the next."""
-    rows = Rows(budget, recording.vocab_size)
-    draft_tokens = budget - 1 if drafter.name == "prompt-lookup" else budget
+    rows = Rows(draft_tokens + 1, recording.vocab_size)
     for number, text in enumerate(recording.texts):
         yield _Replayed(drafter, text, recording, rows, number, draft_tokens).run()
 
@@ -209,7 +223,7 @@ class Rows:
     def __init__(self, num_nodes: int, vocab_size: int) -> None:
         import torch
 
-        self.logits = torch.full((max(num_nodes, 1), vocab_size), torch.nan)
+        self.logits = torch.full((num_nodes, vocab_size), torch.nan)
 
     def fill(self, nodes: Sequence[int], ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
         """ids, logprobs: [nodes, k] of these nodes."""
@@ -307,14 +321,7 @@ class _Replayed:
         assert block == self.token_ids[start : start + len(block)], "what is emitted is what was recorded"
         sequence.token_ids.extend(block)
         looked_up = self.drafter.retrieves and sequence.draft_tokens > 0
-        sequence.stats.record_pass(
-            num_drafted=tree.num_drafted,
-            max_depth=max(tree.depths),
-            num_accepted=min(verdict.num_accepted, len(block)),
-            emitted=len(block),
-            retrieval_hit="ngram" in tree.sources[1:] if looked_up else None,
-        )
-        sequence.stats.record_sources(tree.sources, verdict.path[1 : len(block) + 1])
+        sequence.stats.record_verdict(tree, verdict, len(block), looked_up)
 
 
 def _sequence(number: int, prompt_ids: list[int], max_new_tokens: int) -> RunningText:

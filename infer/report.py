@@ -32,8 +32,8 @@ DEFINITIONS = {
     "near-ties": "texts that part from plain decoding where the lower of the two tokens is less than the near-tie gap"
     " stated above under the highest logit",
     "different": "texts that part from it anywhere else: faults, or rounding beyond that gap",
-    "overhead": "drafting outside the target model (lookup, trees, batches, masks; a draft model's passes) as a share"
-    " of the time of all steps",
+    "overhead": "the time in drafters (lookup, trees, learning; a draft model's passes, and the target's first layers"
+    " where an early exit runs them) as a share of that of all steps",
     "distance": "total variation between what drafts were verified against and the model's own distribution, by emitted"
     " tokens; at temperature 0 the share of tokens that the model itself would not have chosen there",
     "quality": "is that of the model for every method without a distance: those are lossless, so what drafts, from"

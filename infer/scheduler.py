@@ -34,7 +34,9 @@ class Scheduler:
 
     max_num_seqs: sequences in one pass. max_batch_tokens: tokens of a pass beyond which prefill is chunked; drafts and
     decoding are never cut by it, so a sequence's text does not depend on its neighbours.
-    bounds(sequence) -> (draft_tokens, max_depth) for its next proposal; scratch(sequence) -> slots that needs.
+    bounds(sequence) -> (draft_tokens, max_depth) for its next proposal; scratch(sequence) -> slots to reserve
+    behind its pending tokens. start(sequence, texts): called before its prefix is looked up; may replace its empty
+    table. texts: sequences that will run, this one included.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class Scheduler:
         max_batch_tokens: int,
         bounds: Callable[[Sequence], tuple[int, int]],
         scratch: Callable[[Sequence], int] = lambda sequence: sequence.draft_tokens,
+        start: Callable[[Sequence, int], None] = lambda sequence, texts: None,
     ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_batch_tokens", max_batch_tokens)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.cache, self.max_num_seqs, self.max_batch_tokens = cache, max_num_seqs, max_batch_tokens
-        self.bounds, self.scratch = bounds, scratch
+        self.bounds, self.scratch, self.start = bounds, scratch, start
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -90,6 +93,7 @@ class Scheduler:
         for sequence in list(self.waiting) if len(self.running) < self.max_num_seqs else ():
             if sequence.request_id in filling:
                 continue
+            self.start(sequence, min(len(self.running) + len(self.waiting), self.max_num_seqs))
             cached = self.cache.match_prefix(sequence.table, sequence.token_ids)
             promised = sum(self.cache.missing_blocks(s.table, s.num_pending) for s in (*self.running, sequence))
             if self.running and promised > self.cache.allocator.num_available:

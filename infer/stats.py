@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from ..modules.acceptance import Verdict
+    from ..modules.token_tree import TokenTree
+
+RETRIEVED = "ngram"
+"""The label of what a lookup in texts found."""
 
 Counters = TypeVar("Counters", bound="_Counters")
 
@@ -134,6 +141,17 @@ class SequenceStats(_Counters):
             return
         self._record_draft("", num_drafted, max_depth, num_accepted, emitted)
 
+    def record_verdict(self, tree: TokenTree, verdict: Verdict, emitted: int, looked_up: bool) -> None:
+        """Count one verified proposal. emitted: tokens of it that were. looked_up: whether its drafter retrieves."""
+        self.record_pass(
+            num_drafted=tree.num_drafted,
+            max_depth=max(tree.depths),
+            num_accepted=min(verdict.num_accepted, emitted),
+            emitted=emitted,
+            retrieval_hit=RETRIEVED in tree.sources[1:] if looked_up else None,
+        )
+        self.record_sources(tree.sources, verdict.path[1 : emitted + 1])
+
     def record_sources(self, labels: Sequence[str], accepted: Iterable[int]) -> None:
         """Count a proposal's nodes by label. labels: of all nodes, the root first, or empty; accepted: nodes that were
         accepted and emitted."""
@@ -207,8 +225,8 @@ class SequenceStats(_Counters):
 class EngineStats(_Counters):
     """Where an engine's time and the target's work went, over its steps. Times are in seconds.
 
-    drafting_seconds: outside the target model: proposing, observing, building trees and batches (a draft model's own
-        passes included). verifying_seconds: sampling, committing, text, scheduling.
+    drafting_seconds: in drafters: proposing (a draft model's passes and the target's first layers, where an early exit
+        runs them, included), reading prompts, observing. verifying_seconds: sampling, committing, text, scheduling.
     Layer-tokens are tokens times layers of the target that ran them, counted apart for prefill (what comes before the
         first token that is predicted from, and what is run again after a preemption), for drafting at an early exit,
         for an intermediate layer's verification, and for the last stage. In plain decoding the three other than prefill
@@ -257,7 +275,7 @@ class EngineStats(_Counters):
 
     @property
     def overhead_share(self) -> float:
-        """Drafting outside the target model, as a share of the time of all steps."""
+        """The time in drafters as a share of that of all steps."""
         return ratio(self.drafting_seconds, self.seconds)
 
     def as_dict(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class Ensemble(TargetRule):
 
 
 class StaticEnsemble(Ensemble):
-    """w p + (1 - w) q with one w for all tokens. Raises ValueError for a weight outside [0, 1] or max_tv below 0."""
+    """w p + (1 - w) q with one w for all tokens. Raises ValueError for a weight or max_tv outside [0, 1]."""
 
     def __init__(self, weight: float, max_tv: float = 1.0, bonus: bool = False) -> None:
         super().__init__(max_tv, bonus)

@@ -384,6 +384,10 @@ def check_distribution(
     total = SequenceStats.total(stats)
     if settings.method != "ar" and not total.drafted:
         details.append("nothing was drafted here, so this tested plain decoding only")
+    if getattr(engine.drafters[settings.method], "arms", ()):
+        details.append(
+            "these texts have seeds, and auto drafts for such by trees alone: verify the methods of its chains by name"
+        )
     summary = (
         f"chi-square of the first {DEPTH} tokens of {settings.samples} texts ({total.accepted} of {total.drafted} "
         f"drafted accepted): least p-value {worst:.3g}, a fault below {limit:g} (false alarms: {FALSE_ALARM:g})"

@@ -105,11 +105,6 @@ class ExitHeads(nn.Module):
         found = getattr(self._head(layer), "translate", None)
         return found if isinstance(found, nn.Linear) else None
 
-    @property
-    def num_logits(self) -> int:
-        """Columns of an exit's logits: K, or V without a draft vocabulary."""
-        return self.vocab_size if self.draft_ids is None else len(self.draft_ids)
-
     def reads_context(self, layer: int) -> bool:
         """Whether the head reads other tokens, and so needs the batch, and a cache to decode with."""
         return isinstance(self._head(layer), Block)

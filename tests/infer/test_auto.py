@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -13,7 +14,7 @@ from heads import random_exits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from speclight.infer.adaptive_tree import DEEPER
-from speclight.infer.arms import ChainArm, ChainPlan, HiSpecArm, Load, arm_of
+from speclight.infer.arms import ChainArm, ChainPlan, DraftModelArm, HiSpecArm, Load, arm_of
 from speclight.infer.auto import AutoDrafter, _Step, new_trust
 from speclight.infer.bench import parse_methods
 from speclight.infer.build import (
@@ -43,6 +44,8 @@ from support import tiny_lm
 NEW_TOKENS, LONG = 24, 300
 CHEAP = Calibration((1, 64), (0.040, 0.046), (0.0, 0.0))
 """A GPU's: 64 tokens cost little more than one."""
+SMALL = Calibration((1, 64), (0.004, 0.0046), (0.0, 0.0))
+"""A tenth of that, for a draft model."""
 DEAR = Calibration((1, 2, 64), (0.040, 0.075, 2.0), (0.0, 0.0, 0.0))
 """A CPU's in float32: nearly every token costs what the first does."""
 
@@ -516,7 +519,7 @@ def loaded(name: str) -> AutoDrafter:
     hispec = HierarchicalDrafter(EarlyExitDrafter(1, exits=exits), 2, exits=exits)
     draft = DraftModelDrafter(tiny_lm(), num_blocks=400)
     draft.name = "draft-model"
-    chains = [EarlyExitDrafter(1, 2, exits=exits), hispec, draft]
+    chains = [EarlyExitDrafter(1, 2, exits=exits), hispec, DraftModelArm(draft, CostModel(SMALL))]
     return AutoDrafter(None if name == "chains" else trees, chains, cost=cost, bound=8)
 
 
@@ -841,3 +844,143 @@ def test_what_waits_for_heads_is_part_of_a_plan_and_of_what_its_step_may_take():
     assert arm.slowness == pytest.approx(1.0)
     exits.read_owed(1, [sequence.table], 1)
     assert arm.reading([sequence]) == 0.0
+
+
+# -- whose texts heads see --------------------------------------------------------------------------------------------
+
+
+def with_heads(real: Calibration, **options) -> Engine:
+    drafter = AutoDrafter(LogitSpecDrafter(k=8), [EarlyExitDrafter(1, exits=random_exits("block", (1, 3)))])
+    drafter.cost = CostModel(real)
+    return Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400, **options)
+
+
+@pytest.mark.parametrize(("real", "is_shown"), [(CHEAP, True), (DEAR, False)])
+def test_heads_see_texts_only_where_a_chain_promises_to_pay(real, is_shown):
+    engine = with_heads(real)
+    params = GenerationParams(max_new_tokens=NEW_TOKENS)
+    done = engine.generate([list(one) for one in crowd()[:4]], params)
+    assert (engine.stats.head_tokens > 0) == is_shown
+    assert {tuple(one.prompt_ids): one.token_ids for one in done} == plain(crowd()[:4], params)
+    assert not engine.drafters["auto"]._arms_of
+
+
+def test_what_trees_bring_is_what_a_chain_must_beat():
+    """Half as fast again as plain decoding: enough where trees bring nothing, not where they double it."""
+    engine = with_heads(CHEAP)
+    drafter = engine.drafters["auto"]
+    engine.add(PROMPTS[0])
+    (sequence,) = engine.scheduler.waiting
+    drafter.arms[0].foreseen = lambda sequence, texts: 1.5 * texts / drafter.cost.seconds(texts, texts, 5 * texts)
+    assert drafter._promises(sequence, 1) and drafter._promises(sequence, 3)
+    drafter._gain = 2.0
+    drafter._promised.clear()
+    assert not drafter._promises(sequence, 1) and not drafter._promises(sequence, 3)
+
+
+def test_the_gain_of_trees_is_learned_from_steps():
+    for right, low, high in ((True, 3.0, 12.0), (False, 0.9, 1.05)):
+        clock = Clock()
+        trees = ScriptedTrees(clock, long_texts(), right=right)
+        drafter = Timed(trees, clock=clock, real=CHEAP, cost=CostModel(CHEAP))
+        run(drafter)
+        assert low < drafter._gain < high
+
+
+def test_heads_that_do_not_pay_are_tried_with_one_text_at_a_time_and_that_is_charged():
+    engine = with_heads(DEAR)
+    drafter = engine.drafters["auto"]
+    params = GenerationParams(max_new_tokens=2)
+
+    def shown(count: int, params: GenerationParams = params) -> list[bool]:
+        before, found = engine.stats.head_tokens, []
+        for prompt in crowd()[:count]:
+            engine.generate([list(prompt)], params)
+            found.append(engine.stats.head_tokens > before)
+            before = engine.stats.head_tokens
+        return found
+
+    assert not any(shown(3)), "at first all time counts"
+    drafter._steps, drafter._served = 100, 1000.0
+    (prompt,) = {len(one) for one in crowd()[:1]}
+    price = drafter.cost.seconds(prompt) * (1 + 1 / 4)
+    drafter._probing = 10.0 - price - 3 * drafter.cost.seconds(1, 1, prompt) - 1e-6
+    assert not any(shown(3, replace(params, n=2))), "texts of one prompt would not share it"
+    spent = drafter._probing
+    assert shown(1) == [True] and drafter._probing == pytest.approx(spent + price)
+    assert shown(1) == [False], "there is no room for a second"
+    drafter._probing = 0.0
+    drafter.arms[0].next_probe = 10**6
+    assert shown(1) == [False], "it is not yet its turn"
+
+
+def test_a_chain_drafts_only_for_the_texts_that_its_heads_see():
+    """In one pass, texts that are shown and texts that are not; neither finds the other's prompt in the cache."""
+    engine = with_heads(CHEAP, block_size=4)
+    drafter = engine.drafters["auto"]
+    (arm,) = drafter.arms
+    arm.best, propose, drafted = lambda *_: ChainPlan(2, 9.0, 0.001), arm.propose, set()
+    arm.propose = lambda some, plan: drafted.update(s.sequence_id for s in some) or propose(some, plan)
+    shown = [True, False, True, False]
+    drafter._promises = lambda sequence, texts: shown[sequence.sequence_id % 4]
+    drafter._is_trial = lambda *_: False
+    prompt, params = [7, 3, 5, 7, 3, 5, 7, 3, 5, 1], GenerationParams(max_new_tokens=40)
+    done = [engine.generate([prompt], params)[0] for _ in range(2)]
+    done += engine.generate([prompt, prompt], params)
+    assert drafted == {0, 2}
+    assert [one.stats.cached_tokens for one in done] == [0, 0, 8, 8]
+    assert len({tuple(one.token_ids) for one in done}) == 1
+
+
+def test_of_a_text_that_comes_back_it_is_decided_anew_who_sees_it():
+    """And chains draft for it, or do not, by what was decided last; what is a trial stays one, and is paid for once."""
+    engine = with_heads(CHEAP)
+    drafter, asked, paid = engine.drafters["auto"], [], []
+    drafter._promises = lambda sequence, texts: asked.append(texts) or False
+    drafter._served, drafter._steps, drafter.arms[0].next_probe = 1e9, 100, 0
+    engine.add(PROMPTS[0], GenerationParams(max_new_tokens=NEW_TOKENS))
+    for prompt in PROMPTS[1:]:
+        engine.add(prompt, GenerationParams(max_new_tokens=NEW_TOKENS, n=2))
+    for _ in range(4):
+        engine.step()
+        paid.append(drafter._probing)
+    trial, second, *_ = engine.scheduler.running
+    assert asked == [5] * 5 and trial.taps and not second.taps
+    assert drafter._arms_for(trial) == drafter.arms and drafter._arms_for(second) == []
+    for sequence in (second, trial):
+        engine.scheduler.preempt(sequence)
+    drafter._promises = lambda sequence, texts: sequence is second
+    before = drafter._probing
+    engine.step()
+    assert trial.taps and second.taps and drafter._probing - before < 1.0
+    assert drafter._arms_for(trial) == drafter._arms_for(second) == drafter.arms
+    for sequence in (second, trial):
+        engine.scheduler.preempt(sequence)
+    drafter._promises = lambda sequence, texts: False
+    engine.step()
+    assert trial.taps and not second.taps and drafter._arms_for(second) == []
+    engine.check_invariants()
+    while engine.has_work:
+        engine.step()
+    assert not drafter._trials and not drafter._arms_of
+
+
+def test_whether_chains_promise_is_not_asked_for_every_text_nor_for_ever():
+    engine = with_heads(CHEAP)
+    drafter, asked = engine.drafters["auto"], []
+    (arm,) = drafter.arms
+    arm.foreseen = lambda sequence, texts: asked.append(texts) or 0.0
+    engine.generate([list(one) for one in crowd()[:4]], GenerationParams(max_new_tokens=12))
+    assert asked == [4]
+    engine.generate([PROMPTS[0]], GenerationParams(max_new_tokens=12))
+    engine.generate([list(one) for one in crowd()[:4]], GenerationParams(max_new_tokens=2))
+    assert asked == [4, 1, 4]
+
+
+def test_where_it_cannot_be_said_who_sees_a_text_nobody_does(caplog):
+    engine = with_heads(CHEAP)
+    engine.strict = False
+    engine.drafters["auto"]._promises = lambda *_: 1 / 0
+    (done,) = engine.generate([PROMPTS[0]], GenerationParams(max_new_tokens=4))
+    assert len(done.token_ids) == 4 and done.stats.draft_failures == 1 and engine.stats.head_tokens == 0
+    assert "drafter auto failed" in caplog.text

@@ -305,6 +305,30 @@ def test_command_measures_reports_and_continues(model: str, tmp_path: Path, caps
     assert "repeats=1, now it is 2" in capsys.readouterr().err
 
 
+def test_rows_of_other_weights_or_another_template_are_not_continued(model: str, tmp_path: Path, capsys) -> None:
+    """What is given by its place may have changed there."""
+    data, template = write_rows(tmp_path / "q.jsonl", ROWS[:2]), tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0]['content'] }}")
+    mine = save_tiny(tmp_path / "mine")
+    flags = ["--methods", "ar", "--limit", "1", "--chat-template", str(template)]
+    assert bench(str(mine), data, tmp_path / "out", *flags) == 0
+    template.write_text("{{ messages[0]['content'] }}b")
+    assert bench(str(mine), data, tmp_path / "out", *flags) == 2
+    assert "was measured with chat_template=" in capsys.readouterr().err
+    template.write_text("{{ messages[0]['content'] }}")
+    save_tiny(mine, seed=1)
+    assert bench(str(mine), data, tmp_path / "out", *flags) == 2
+    assert "was measured with weights=" in capsys.readouterr().err
+
+
+def test_what_sampled_texts_do_not_show_is_said(model: str, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "q.jsonl", ROWS[:1])
+    assert bench(model, data, tmp_path / "out", "--methods", "auto:4", "--temperature", "0.7", "--limit", "1") == 0
+    flags = json.loads((tmp_path / "out" / "report.json").read_text())["header"]["flags"]
+    assert any("auto drafts for those by trees alone" in flag for flag in flags)
+    assert not any("hispec" in flag for flag in flags)
+
+
 def test_batches_mix_the_groups_and_flags_say_what_is_not_valid(model: str, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "q.jsonl", ROWS[:4])
     flags = [
@@ -327,7 +351,7 @@ def test_batches_mix_the_groups_and_flags_say_what_is_not_valid(model: str, tmp_
     assert report["summary"][PLAIN_PEER]["all"]["different"] == 0
     text = " ".join(report["header"]["flags"])
     assert "acceptance are not valid" in text
-    assert "batches mix the groups" in text
+    assert "batches mix the groups" in text and "left out of batches" in text
     assert all(len(output["token_ids"]) == 6 for run in report["runs"] for output in run["outputs"])
 
 

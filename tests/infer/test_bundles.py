@@ -131,11 +131,14 @@ def test_a_head_that_reads_context_predicts_in_decoding_what_one_pass_over_the_t
 
 
 class InTurn(AutoDrafter):
-    """Trees for some steps, then a chain drafter for one, then trees, then the other."""
+    """Trees for some steps, then a chain drafter for one, then trees, then the other; all texts are shown to heads."""
+
+    def _promises(self, sequence, texts):
+        return True
 
     def _choose_arm(self, allowed, step, trees):
         arm = {3: self.arms[0], 8: self.arms[1]}.get(self._steps % 11)
-        return (None, None) if arm is None or not allowed else (arm, arm.best(allowed, step.load, 0.0))
+        return (None, None) if arm not in allowed else (arm, arm.best(allowed[arm], step.load, 0.0))
 
 
 def in_turn(early_exit: EarlyExitDrafter, hispec: HierarchicalDrafter) -> InTurn:
@@ -757,3 +760,13 @@ def test_a_bundle_in_use_gives_the_logits_of_the_heads_it_was_made_from(checkpoi
         assert texts[0].token_ids == texts[1].token_ids
         assert texts[0].stats.inner_accepted == texts[1].stats.inner_accepted
     assert isinstance(loaded.drafters["hispec"].exit.heads, ExitHeads)
+
+
+@pytest.mark.parametrize("of_engine", [False, True])
+def test_texts_that_are_not_drafted_for_are_not_shown_to_heads(of_engine):
+    engine = engine_with(
+        EarlyExitDrafter(1, exits=random_exits("block", (1, 3))), draft_tokens=0 if of_engine else None
+    )
+    params = GenerationParams(method="early-exit", max_new_tokens=20, draft_tokens=None if of_engine else 0)
+    (done,) = engine.generate([PROMPTS[0]], params)
+    assert len(done.token_ids) == 20 and engine.stats.head_tokens == 0 and done.stats.drafted == 0

@@ -316,6 +316,18 @@ def test_a_drafter_that_raises_costs_its_draft_not_the_request():
     assert result.stats.draft_failures > 0
 
 
+@pytest.mark.parametrize("hook", ["scheduled", "timed", "release"])
+def test_a_hook_that_raises_is_reported_once_and_costs_nothing(hook, caplog):
+    one = ScriptDrafter(follow(known_text(PROMPT)))
+    setattr(one, hook, lambda *news: 1 / 0)
+    engine = Engine(tiny_lm(), drafters=[one], num_blocks=50)
+    for _ in range(2):
+        (result,) = engine.generate([PROMPT], GenerationParams(method="script", max_new_tokens=30))
+        assert result.token_ids == known_text(PROMPT)[:30] and result.stats.accepted > 20
+    assert caplog.text.count(f"drafter script failed in {hook}()") == 1
+    engine.check_invariants()
+
+
 @pytest.mark.parametrize("bad", [[5000, 1], [-1]], ids=["out of vocabulary", "negative"])
 def test_an_invalid_proposal_counts_as_a_failed_draft(bad):
     engine = Engine(tiny_lm(), drafters=[ScriptDrafter(lambda s: bad)], num_blocks=50)
@@ -325,6 +337,8 @@ def test_an_invalid_proposal_counts_as_a_failed_draft(bad):
 
 @pytest.mark.parametrize("params", [{"method": "ar"}, {"method": "script", "draft_tokens": 0}])
 def test_off_means_no_draft_call_at_all(params):
+    """By name, by a size of nothing, of the request or of the engine."""
+
     def must_not_run(sequence):
         raise AssertionError("drafted although off")
 

@@ -312,14 +312,16 @@ def test_a_draft_model_with_another_tokenizer_is_refused_before_weights_are_read
     assert "token id 9 is" in message
 
 
-def test_the_draft_model_is_not_looked_at_unless_a_method_needs_it(model: str) -> None:
-    prepared = build.prepare(EngineOptions(model=model, draft_model="/no/such"), ["ar"])
-    assert prepared.draft_source is None
+@pytest.mark.parametrize("methods", [["ar"], ["logitspec", "prompt-lookup"]])
+def test_a_draft_model_that_no_method_reads_is_refused(model: str, methods: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"draft_model is read by draft-model; method is {' and '.join(methods)}"):
+        build.prepare(EngineOptions(model=model, draft_model=model), methods)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_engine_is_built_for_every_method(model: str, method: str) -> None:
-    options = EngineOptions(model=model, draft_model=model, block_size=4, max_num_seqs=3, kv_memory=0.01)
+    draft = model if method in ("draft-model", "auto") else None
+    options = EngineOptions(model=model, draft_model=draft, block_size=4, max_num_seqs=3, kv_memory=0.01)
     engine = build.build_engine(build.prepare(options, [method]))
     assert engine.default_method == method
     assert set(engine.drafters) == {"ar", method}
@@ -351,8 +353,9 @@ def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_method_prints_the_text_of_plain_decoding(
     model: str, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
-    flags = ["--model", model, "--prompt", "abcabcabc", "--draft-model", model]
+    flags = ["--model", model, "--prompt", "abcabcabc"]
     plain = output_of(capsys, *flags, "--method", "ar")
+    flags += ["--draft-model", model] if method == "draft-model" else []
     assert output_of(capsys, *flags, "--method", method) == plain
     assert output_of(capsys, *flags, "--method", method, "--stream") == plain
     row = json.loads(output_of(capsys, *flags, "--method", method, "--json"))

@@ -25,6 +25,7 @@ from speclight.infer.hierarchical import HierarchicalDrafter, Window
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.prompt_lookup import PromptLookupDrafter
 from speclight.infer.request import GenerationParams
+from speclight.infer.stats import SequenceStats
 from speclight.modules.batch import BatchItem, RaggedBatch
 from speclight.modules.flex_attention import flex_paged_attention
 from speclight.modules.kv_cache import CacheTable
@@ -387,6 +388,9 @@ def test_sampled_texts_have_the_targets_law(name, batch, block_size, num_blocks)
         text = tuple(result.token_ids[:3])
         counts[text] = counts.get(text, 0) + 1
     assert _chi_square(table, prompt, counts, runs) > 1e-5
+    if name == "auto":
+        drafted = SequenceStats.total(result.stats for result in results).drafted_from
+        assert drafted["hispec"] > 0 and drafted["early-exit"] > 0
     if num_blocks < 64:
         assert sum(result.stats.preemptions for result in results) > 0
 

@@ -7,11 +7,14 @@ from collections import Counter
 import pytest
 import scipy.stats
 import torch
+from speclight.infer.draft_model import DraftModelDrafter
 from speclight.infer.early_exit import EarlyExitDrafter
 from speclight.infer.engine import Engine
 from speclight.infer.hierarchical import HierarchicalDrafter
 from speclight.infer.logitspec import LogitSpecDrafter
 from speclight.infer.request import GenerationParams
+from speclight.modules.batch import BatchItem, RaggedBatch
+from speclight.modules.kv_cache import CacheTable
 from speclight.modules.token_tree import TokenTree
 from support import TableLM, random_table, tiny_lm
 
@@ -161,3 +164,62 @@ def test_a_share_of_windows_is_the_number_that_it_says(wait, num_texts, enough):
     """1.25 windows are two. As floats 0.28 * 25 is above 7, and must not mean one window more."""
     assert first_windows(wait, num_texts, enough) == [4] * enough + [1] * (num_texts - enough)
     assert first_windows(wait, num_texts, enough - 1) == [4] * num_texts
+
+
+def test_a_draft_model_drafts_for_an_intermediate_layer() -> None:
+    """Of tokens that are tentative its cache keeps what it ran, and no more than came true; none is run twice."""
+    draft = DraftModelDrafter(tiny_lm(), num_tokens=2, num_blocks=60, block_size=4)
+    drafter, ran, run = HierarchicalDrafter(draft, 4, window=6), Counter(), draft.model.run
+
+    def counting(hidden, batch, *rest):
+        ran.update(zip(batch.positions.tolist(), batch.token_ids.tolist(), strict=True))
+        return run(hidden, batch, *rest)
+
+    draft.model.run = counting
+    engine = engine_with(drafter, block_size=4)
+    (plain,) = engine.generate([PROMPT], GenerationParams(method="ar", max_new_tokens=60))
+    (done,) = engine.generate([PROMPT], GenerationParams(max_new_tokens=60))
+    assert done.token_ids == plain.token_ids and done.stats.draft_failures == 0
+    assert done.stats.inner_acceptance_rate > 0.95 and done.stats.acceptance_rate == 1.0
+    assert max(ran.values()) == 1 and sum(ran.values()) >= 60
+    (again,) = engine.generate([[*PROMPT, *plain.token_ids[:40]]], GenerationParams(max_new_tokens=20))
+    assert again.token_ids == plain.token_ids[40:] and again.stats.inner_acceptance_rate > 0.95
+
+
+def test_a_draft_model_whose_tentative_tokens_do_not_come_true_goes_on_from_the_text() -> None:
+    """The intermediate layer is half the model, so windows are turned down; the draft is the model, so it never errs
+    on the text itself."""
+    draft = DraftModelDrafter(tiny_lm(), num_tokens=2, num_blocks=400, block_size=4)
+    engine = engine_with(HierarchicalDrafter(draft, 2, window=5), block_size=4)
+    prompts = [[*PROMPT, last] for last in range(4)]
+    for temperature in (0.0, 1.0):
+        params = GenerationParams(max_new_tokens=40, temperature=temperature)
+        done = engine.generate(prompts, params)
+        assert sum(one.stats.draft_failures for one in done) == 0
+        assert sum(one.stats.drafted - one.stats.accepted for one in done) > 10
+    greedy = GenerationParams(max_new_tokens=40)
+    plain = engine.generate(prompts, GenerationParams(method="ar", max_new_tokens=40))
+    assert [one.token_ids for one in engine.generate(prompts, greedy)] == [one.token_ids for one in plain]
+    assert draft.cache.allocator.num_in_use == 0
+    for prompt, one in zip(prompts, plain, strict=True):  # what it left findable is of the text it stands for
+        table = CacheTable("")
+        length = draft.cache.match_prefix(table, [*prompt, *one.token_ids])
+        text = [*prompt, *one.token_ids][:length]
+        fresh = draft.model.new_cache(60, 4)
+        whole = CacheTable("")
+        fresh.reserve(whole, length)
+        batch = RaggedBatch.build([BatchItem(text, 0, whole.blocks)], 4, draft.model.device)
+        draft.model.run(draft.model.embed(batch), batch, fresh, 0, draft.model.num_layers)
+        for place in range(length):
+            kept, right = draft.cache.slot(table, place), fresh.slot(whole, place)
+            torch.testing.assert_close(draft.cache.data[:, :, kept], fresh.data[:, :, right], atol=1e-9, rtol=1e-9)
+        assert length >= 40
+
+
+def test_trees_under_an_intermediate_layer_teach_nothing_that_was_not_decided() -> None:
+    """Their roots are tentative tokens, and what the model emits follows another."""
+    inner = LogitSpecDrafter(capacity=8)
+    engine = engine_with(HierarchicalDrafter(inner, 2))
+    engine.generate([PROMPT], GenerationParams(max_new_tokens=60))
+    trees = inner._trees
+    assert trees.estimates.weights == trees.estimates.prior and trees._decided == 0

@@ -75,6 +75,20 @@ def test_other_settings_are_refused_until_overwritten(model, data, tmp_path, cap
     assert len(read_recording(folder).texts) == len(list(folder.glob("*.npz"))) == 1
 
 
+def test_other_weights_or_another_template_are_another_recording(model, data, tmp_path, capsys) -> None:
+    """Though they lie in folders of one name."""
+    folder, template = tmp_path / "recording", tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0]['content'] }}")
+    assert record(model, data, folder, "--limit", "2", "--chat-template", str(template)) == 0
+    text_path(folder, 1).unlink()
+    other = str(save_tiny(tmp_path / Path(model).name, seed=1))
+    assert record(other, data, folder, "--limit", "2", "--chat-template", str(template)) == 2
+    assert "was recorded with weights=" in capsys.readouterr().err
+    template.write_text("{{ messages[0]['content'] }}b")
+    assert record(model, data, folder, "--limit", "2", "--chat-template", str(template)) == 2
+    assert "was recorded with chat_template=" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -72,7 +72,7 @@ def test_replay_takes_the_engines_steps(name: str, stops: bool) -> None:
     engine, recording = record_tiny(a_stop_token() if stops else None)
     ours, theirs = DRAFTERS[name](), DRAFTERS[name]()
     in_replay, in_engine = Watched(ours), Watched(theirs)
-    outcomes = list(run(ours, recording, budget=8))
+    outcomes = list(run(ours, recording, 8))
     engine = Engine(engine.model, drafters=[] if name == "ar" else [theirs], num_blocks=128, prefix_caching=False)
     for outcome, prompt in zip(outcomes, PROMPTS, strict=True):
         params = GenerationParams(method=theirs.name, max_new_tokens=NEW_TOKENS)
