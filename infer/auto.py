@@ -27,6 +27,7 @@ from .choice import Allocation, Patience, Ratio, best_allocation, longest_wait, 
 from .cost_model import CostModel
 from .drafter import Drafter, Observation, SomeFailed, TreeDrafter
 from .exits import Tap
+from .intake import MAX_DRAFT_TOKENS
 from .request import GenerationParams, Sequence
 
 MAX_NODES = 64
@@ -109,8 +110,12 @@ class AutoDrafter(Drafter):
         cost: CostModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if bound < 1:
-            raise ValueError(f"bound must be at least 1, got {bound}")
+        if not 1 <= bound <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"bound must be from 1 to {MAX_DRAFT_TOKENS}, got {bound}")
+        if tree is not None and not (isinstance(tree, TreeDrafter) and tree.has_estimates):
+            raise ValueError(
+                f"tree must be a drafter of trees with estimates, as LogitSpec's adaptive ones, got {tree!r}"
+            )
         self.arms = [one if isinstance(one, ChainArm) else arm_of(one) for one in chains]
         self.parts = (*([] if tree is None else [tree]), *(arm.drafter for arm in self.arms))
         if not self.parts:

@@ -6,6 +6,7 @@ The option classes are the commands' flags and YAML keys. This module imports to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -32,6 +33,8 @@ METHODS = (
     " diversed"
 )
 AUTO = "auto"
+MAX_THREADS, MAX_BLOCK_SIZE = 1024, 4096
+"""More help nobody."""
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
@@ -450,19 +453,19 @@ def _check_numbers(options: EngineOptions) -> None:
     """What the engine would refuse itself, but only once the weights are there."""
     from .intake import MAX_DRAFT_TOKENS
 
-    for name in ("threads", "block_size", "max_num_seqs", "max_batch_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    sizes = (("early_exit", "num_tokens"), ("hispec", "draft_tokens"), ("hispec", "window"), ("diversed", "num_tokens"))
-    for group, name in sizes:
-        value = getattr(getattr(options, group), name)
-        if not 1 <= value <= MAX_DRAFT_TOKENS:
-            raise ValueError(f"{group}.{name} must be from 1 to {MAX_DRAFT_TOKENS}, got {value}")
+    for name in ("max_num_seqs", "max_batch_tokens"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
+    sizes = [("early_exit", "num_tokens"), ("hispec", "draft_tokens"), ("hispec", "window"), ("diversed", "num_tokens")]
+    bounded = {f"{group}.{name}": (getattr(getattr(options, group), name), MAX_DRAFT_TOKENS) for group, name in sizes}
+    bounded |= {"threads": (options.threads, MAX_THREADS), "block_size": (options.block_size, MAX_BLOCK_SIZE)}
+    for name, (value, most) in bounded.items():
+        if value is not None and not 1 <= value <= most:
+            raise ValueError(f"{name} must be from 1 to {most}, got {value}")
     if not 0.0 < options.hispec.wait <= 1.0:
         raise ValueError(f"hispec.wait must be above 0 and at most 1, got {options.hispec.wait}")
-    if options.kv_memory is not None and not options.kv_memory > 0:
-        raise ValueError(f"kv_memory must be above 0 GiB, got {options.kv_memory}")
+    if options.kv_memory is not None and not 0 < options.kv_memory < math.inf:
+        raise ValueError(f"kv_memory must be a number of GiB above 0, got {options.kv_memory}")
     if options.draft_temperature is not None and not 0 <= options.draft_temperature <= 1e6:
         raise ValueError(f"draft_temperature must be from 0 (greedy) to 1e6, got {options.draft_temperature}")
 

@@ -23,6 +23,7 @@ from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter, SomeFailed
+from .intake import MAX_DRAFT_TOKENS
 from .memory import DRAFT_SHARE, blocks_within
 from .request import Sequence
 
@@ -86,8 +87,8 @@ class DraftModelDrafter(Drafter):
         block_size: int = 16,
         max_batch_tokens: int = 512,
     ) -> None:
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
+        if not 0 <= num_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"num_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {num_tokens}")
         self.model, self.num_tokens, self.draft_temperature = model, num_tokens, draft_temperature
         self.max_batch_tokens = max_batch_tokens
         if num_blocks is None:

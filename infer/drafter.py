@@ -148,7 +148,12 @@ class Drafter:
 
 
 class TreeDrafter(Drafter):
-    """A drafter whose trees come best node first, with estimates: any beginning of one is the best tree of its size."""
+    """A drafter whose trees come best node first, with estimates: any beginning of one is the best tree of its size.
+
+    has_estimates: False for a drafter that as it was made cannot say what its nodes are worth; it has no `scored` then.
+    """
+
+    has_estimates = True
 
     def scored(self, sequences: SequenceOf[Sequence], least: float = 0.0) -> list[tuple[TokenTree, SequenceOf[float]]]:
         """`propose`, and for each node but the root the estimated probability of its being accepted, falling.

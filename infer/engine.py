@@ -29,7 +29,7 @@ from ..modules.sampling import LogitsPipeline, logprobs, make_generator
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter, Observation, SomeFailed
 from .exits import MOST_OWED, Tap, at_once, catch_up
-from .intake import Intake, paired
+from .intake import MAX_DRAFT_TOKENS, Intake, paired
 from .mailbox import Mailbox, Mailboxes
 from .memory import blocks_within
 from .request import Completion, GenerationParams, Prompt, Sequence, StreamChunk, TokenLogprob, TokenOrigin
@@ -124,6 +124,8 @@ class Engine:
         self.model, self.tokenizer, self.strict = model, tokenizer, strict
         self.drafters = {Drafter.name: Drafter()} | _by_name(drafters)
         self.default_method = self._known_method(default_method)
+        if draft_tokens is not None and not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {draft_tokens}")
         self.draft_tokens = draft_tokens
         self.watchers: list[Callable[[list[Observation]], None]] = []
         self.exits = list(dict.fromkeys(exits for drafter in self.drafters.values() for exits in drafter.exits))
@@ -637,13 +639,19 @@ class Engine:
 
 
 def _by_name(drafters: SequenceOf[Drafter]) -> dict[str, Drafter]:
-    """Raises ValueError for two drafters of one name, and for one that an engine has: their state is of one engine."""
+    """Raises ValueError for two drafters of one name, and for one that serves elsewhere: its state is of one place."""
     by_name: dict[str, Drafter] = {}
+    others: set[int] = set()
     for drafter in drafters:
         if drafter.name in by_name:
             raise ValueError(f"drafters must have names of their own, got {drafter.name!r} twice")
-        if any(one.taken for one in _with_wrapped(drafter)):
-            raise ValueError(f"drafter {drafter.name!r} belongs to another engine; make a new one for this engine")
+        parts = {id(one): one for one in _with_wrapped(drafter)}
+        for key, one in parts.items():
+            if one.taken:
+                raise ValueError(f"drafter {one.name!r} belongs to another engine; make a new one for this engine")
+            if key in others:
+                raise ValueError(f"drafter {one.name!r} is part of another drafter too; make one for each")
+        others |= parts.keys()
         by_name[drafter.name] = drafter
     return by_name
 

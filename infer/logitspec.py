@@ -23,6 +23,7 @@ from ..modules.token_tree import TokenTree
 from .adaptive_tree import AdaptiveTrees
 from .datastore import Datastore
 from .drafter import Observation, TreeDrafter
+from .intake import MAX_DRAFT_TOKENS
 from .ngram_index import NgramIndex
 from .request import Sequence
 from .stats import RETRIEVED
@@ -106,8 +107,6 @@ class LogitSpecDrafter(TreeDrafter):
         self.k = k_default if k is None else k
         self.max_ngram = ngram_default if max_ngram is None else max_ngram
         for name, value, least in (
-            ("k", self.k, 0),
-            ("capacity", capacity, 1),
             ("max_ngram", self.max_ngram, 1),
             ("retrieved", retrieved, 1),
             ("remembered", remembered, 1),
@@ -115,10 +114,14 @@ class LogitSpecDrafter(TreeDrafter):
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name, value, least in (("capacity", capacity, 1), ("k", self.k, 0)):
+            if not least <= value <= MAX_DRAFT_TOKENS:
+                raise ValueError(f"{name} must be from {least} to {MAX_DRAFT_TOKENS}, got {value}")
         if not ttl > 0:
             raise ValueError(f"ttl must be above 0 seconds, got {ttl}")
         if datastore is not None and tree != "adaptive":
             raise ValueError(f"tree must be 'adaptive' for a datastore, got {tree!r}")
+        self.has_estimates = tree == "adaptive"
         self.capacity, self.retrieved, self.datastore, self.prompt_vocab = capacity, retrieved, datastore, prompt_vocab
         lengths = _branch_lengths(prune, self.k)
         self._trees: Trees = (
@@ -140,7 +143,6 @@ class LogitSpecDrafter(TreeDrafter):
         return [self._trees.tree(sequence) for sequence in sequences]
 
     def scored(self, sequences: SequenceOf[Sequence], least: float = 0.0) -> list[tuple[TokenTree, SequenceOf[float]]]:
-        """Raises ValueError for the paper's trees, which come in the paper's order and without estimates."""
         return [(self._trees.tree(sequence, least), self._trees.scores(sequence)) for sequence in sequences]
 
     def observe(self, observations: SequenceOf[Observation]) -> None:

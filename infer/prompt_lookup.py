@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter
+from .intake import MAX_DRAFT_TOKENS
 from .ngram_index import NgramIndex
 from .request import Sequence
 from .stats import RETRIEVED
@@ -31,8 +32,8 @@ class PromptLookupDrafter(Drafter):
     retrieves = True
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, match: Match = "first") -> None:
-        if num_tokens < 1:
-            raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
+        if not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"num_tokens must be from 1 to {MAX_DRAFT_TOKENS}, got {num_tokens}")
         if match not in get_args(Match):
             raise ValueError(f"match must be one of {', '.join(get_args(Match))}, got {match!r}")
         self.num_tokens, self.max_ngram, self.match = num_tokens, max_ngram, match

@@ -115,15 +115,13 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, count: int, plan: list[Scheduled]) -> bool:
         """Hold room for `count` tokens and a proposal, preempting the younger; False if it had to give way itself."""
-        drafts = (
-            count == sequence.num_pending and sequence.num_emitted > 0
-        )  # after preemption too, or seeds would shift
+        drafts = count == sequence.num_pending and sequence.num_emitted > 0  # after preemption too: seeds must not shift
         sequence.draft_tokens, sequence.max_depth = self.bounds(sequence) if drafts else (0, 0)
         while not self.cache.reserve(sequence.table, count + self.scratch(sequence)):
             victim = self._youngest_but(plan)
             if victim is not sequence:
                 self.preempt(victim)
-            elif plan:
+            elif len(self.running) > 1:
                 self.preempt(sequence)
                 return False
             else:  # alone in the pool: a smaller proposal, and with none it fits, or it would not have been accepted

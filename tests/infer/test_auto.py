@@ -36,6 +36,7 @@ from speclight.infer.engine import Engine
 from speclight.infer.exits import EarlyExits
 from speclight.infer.hierarchical import HierarchicalDrafter
 from speclight.infer.logitspec import LogitSpecDrafter
+from speclight.infer.prompt_lookup import PromptLookupDrafter
 from speclight.infer.request import GenerationParams
 from speclight.modules.acceptance import OneHot, Verdict
 from speclight.modules.token_tree import TokenTree
@@ -597,10 +598,20 @@ def test_released_sequences_leave_nothing():
 def test_it_refuses_what_it_cannot_weigh_and_to_choose_among_nothing():
     with pytest.raises(ValueError, match="got none"):
         AutoDrafter(None)
-    with pytest.raises(ValueError, match="bound must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="bound must be from 1 to 1024, got 0"):
         AutoDrafter(LogitSpecDrafter(), bound=0)
+    for tree in (LogitSpecDrafter(tree="paper"), PromptLookupDrafter()):
+        with pytest.raises(ValueError, match="tree must be a drafter of trees with estimates"):
+            AutoDrafter(tree)
     with pytest.raises(ValueError, match="got 'logitspec'"):
         AutoDrafter(None, [LogitSpecDrafter()])
+
+
+def test_a_drafter_under_it_cannot_be_a_method_of_its_own_too():
+    tree = LogitSpecDrafter()
+    for drafters in ([AutoDrafter(tree), tree], [tree, AutoDrafter(tree)]):
+        with pytest.raises(ValueError, match="'logitspec' is part of another drafter too"):
+            Engine(tiny_lm(), drafters=drafters, num_blocks=40)
 
 
 def test_a_drafter_under_it_cannot_be_given_to_another_engine():

@@ -198,6 +198,20 @@ def test_a_seeded_text_survives_preemption(method):
     assert [r.token_ids for r in tight] == [r.token_ids for r in roomy]
 
 
+@pytest.mark.parametrize("num_blocks", [10, 11, 12, 14])
+@pytest.mark.parametrize("max_batch_tokens", [1, 2, 5])
+def test_a_young_text_gives_way_to_an_older_prompt_that_is_still_being_read(num_blocks, max_batch_tokens):
+    """The younger decodes while the older is read in chunks: nobody is younger, and it is not alone."""
+    sizes = {"block_size": 2, "num_blocks": num_blocks, "max_batch_tokens": max_batch_tokens}
+    prompts = [[5] * 17, [7], [3, 4]]
+    for method in ("ar", "logitspec", "draft-model"):
+        params = GenerationParams(method=method, max_new_tokens=12, temperature=1.0, seed=5)
+        engine = engine_with(**sizes)
+        together = [one.token_ids for one in engine.generate(prompts, params)]
+        engine.check_invariants()
+        assert together == [engine_with(**sizes).generate([prompt], params)[0].token_ids for prompt in prompts]
+
+
 def test_ragged_acceptance_in_a_batch_equals_single_runs():
     """Draft perfect for the first, useless for the second, half right for the third."""
     prompts = [[7], [1, 2, 3, 4, 5], [(3 * i) % 96 for i in range(17)]]
@@ -585,3 +599,31 @@ def test_arrays_are_prompts_and_a_dict_is_no_params():
         engine.generate([PROMPT], {"max_new_tokens": 3})
     with pytest.raises(ValueError, match=r"draft_tokens.*1024"):
         engine.generate([PROMPT], GenerationParams(draft_tokens=10**9))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_tokens": -1}, "draft_tokens must be from 0 to 1024, got -1"),
+        ({"draft_tokens": 10**9}, "draft_tokens must be from 0 to 1024, got 1000000000"),
+        ({"max_length": 0}, "max_length must be at least 1, got 0"),
+    ],
+)
+def test_an_engine_of_impossible_sizes_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny_lm(), num_blocks=10, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: LogitSpecDrafter(capacity=size),
+        lambda size: LogitSpecDrafter(k=size),
+        lambda size: PromptLookupDrafter(num_tokens=size),
+        lambda size: DraftModelDrafter(tiny_lm(), num_tokens=size),
+    ],
+)
+@pytest.mark.parametrize("size", [-1, 1025, 10**9])
+def test_drafters_of_impossible_sizes_are_refused_at_once(make, size):
+    with pytest.raises(ValueError, match=f"must be from . to 1024, got {size}"):
+        make(size)
