@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .build import EngineOptions, build_engine, check_method, did_you_mean, option, prepare
 from .compare import NEAR_TIE
 from .measure import Ledger, Runner, batches, engine_runner, find_differences, measure, peer_runner
-from .questions import Item, make_items, read_questions, select
+from .questions import Item, check_room, make_items, read_questions, select
 from .report import Header, build_report, overall_table, write_report
 from .summary import REFERENCE
 
@@ -101,7 +101,7 @@ def _parse_method(name: str, draft_tokens: int | None) -> Variant:
     check_method(method)
     if not colon:
         return Variant(name, method, None if method == REFERENCE else draft_tokens)
-    if method == REFERENCE or not size.isdecimal():
+    if method == REFERENCE or not (size.isascii() and size.isdecimal()):
         raise ValueError(f"methods must be names or name:size with a drafter's name and an integer size, got {name!r}")
     return Variant(name, method, int(size))
 
@@ -155,6 +155,7 @@ def bench(options: BenchOptions) -> None:
     if options.turns == "all" and not chat:
         raise ValueError("turns=all needs a chat, and these prompts are raw text; use --turns first")
     intake = prepared.intake()
+    check_room(intake.max_length, options.max_new_tokens)
     for variant in variants:
         intake.check(_params(variant, options))
     folder = Path(options.output)

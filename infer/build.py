@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .files import read_text
 from .plans import DIVERSED, Plan
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     options, ensemble = _with_ensemble(options, methods)
     drafting = [Plan.of(method, options, ensemble).drafter for method in drafters_of(methods, options)]
     _check_uses(options, methods, drafting)
-    template = None if options.chat_template is None else Path(options.chat_template).read_text(encoding="utf-8")
+    template = None if options.chat_template is None else read_text("chat_template", options.chat_template)
     source = _find(options, options.model)
     draft_source = _find(options, options.draft_model) if options.draft_model is not None else None
 

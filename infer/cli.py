@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from .build import did_you_mean
+from .files import read_text
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("answer a prompt, or a file of prompts", ".generate:generate"),
@@ -206,7 +207,7 @@ def _check_keys(path: Path, valid: set[str]) -> None:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(read_text("config", path))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if values is None:

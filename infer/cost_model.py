@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import statistics
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,6 +44,11 @@ class Shape:
     sequences: int = 1
     context: int = 128
 
+    def __post_init__(self) -> None:
+        for (name, value), least in zip(asdict(self).items(), (1, 1, 0), strict=True):
+            if type(value) is not int or not least <= value < 2**31:
+                raise ValueError(f"a pass's {name} must be an integer from {least} to 2**31 - 1, got {value!r}")
+
 
 @dataclass(frozen=True)
 class Record:
@@ -51,6 +57,10 @@ class Record:
     shape: Shape
     layers: float
     head: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.layers < math.inf and 0 <= self.head < math.inf):
+            raise ValueError(f"a pass's seconds must be finite, layers above 0 and head not below, got {self}")
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,9 @@ class Calibration:
             raise ValueError(f"a calibration needs a size and its seconds, got {self.tokens!r}")
         if list(self.tokens) != sorted(set(self.tokens)) or min(self.layers) <= 0 or min(self.head) < 0:
             raise ValueError("a calibration's sizes must rise and its seconds be above 0")
+        slopes = (self.context, self.per_sequence, self.per_context, self.per_context_of_many or 0.0)
+        if not all(map(math.isfinite, (*self.tokens, *self.layers, *self.head, *slopes))):
+            raise ValueError(f"a calibration's numbers must be finite, got {self}")
 
 
 def fit(records: Iterable[Record]) -> Calibration:
@@ -295,22 +308,34 @@ def store(path: Path, identity: Identity, records: Sequence[Record], complete: b
 def stored(path: Path, identity: Identity) -> tuple[list[Record], bool]:
     """What the file holds, and whether it is complete; nothing where there is no file.
 
-    Raises ValueError for a file that is broken, or of another model, dtype, device, thread count or version.
+    Raises ValueError, naming the file, for one that is broken, or of another model, dtype, device, thread count or
+    version; and for a complete one that no calibration follows from.
     """
     if not path.exists():
         return [], False
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version, found, complete = content["format"], content["identity"], bool(content["complete"])
-        records = [_record(row) for row in content["records"]] if version == FORMAT else []
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"calibration {path.name} cannot be read ({error}); make it anew with --overwrite") from error
-    if version != FORMAT:
-        raise ValueError(f"calibration {path.name} has format {version!r}, valid here is {FORMAT}")
+        return _parsed(path.read_bytes(), identity)
+    except (KeyError, OSError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        remedy = "`speclight calibrate --overwrite` makes it anew"
+        raise ValueError(f"calibration {path} cannot be used ({reason}); {remedy}") from error
+
+
+def _parsed(data: bytes, identity: Identity) -> tuple[list[Record], bool]:
+    """What `store` wrote. Raises ValueError for anything else, or what Python raises for a record of another form."""
+    content = json.loads(data)
+    if content["format"] != FORMAT:
+        raise ValueError(f"it has format {content['format']!r}, valid here is {FORMAT}")
+    for name, kind in {"identity": dict, "complete": bool, "records": list}.items():
+        if not isinstance(content[name], kind):
+            raise ValueError(f"{name} must be a {kind.__name__}, got {content[name]!r:.80}")
+    found, records = content["identity"], [_record(row) for row in content["records"]]
     for name, value in asdict(identity).items():
         if found.get(name) != value:
-            raise ValueError(f"calibration {path.name} is of {name}={found.get(name)!r}, here it is {value!r}")
-    return records, complete
+            raise ValueError(f"it is of {name}={found.get(name)!r}, here it is {value!r}")
+    if content["complete"]:
+        fit(records)
+    return records, content["complete"]
 
 
 def _record(row: dict[str, Any]) -> Record:

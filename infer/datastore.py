@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -247,9 +248,15 @@ SHARES = (0.1, 0.25, 0.5, 0.8)
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
-    """Raise ValueError for a folder that may not be written: any that holds something, but a datastore to overwrite."""
+    """Raise ValueError for a folder that may not be written: any that holds something, but a datastore to overwrite.
+
+    Also for one that cannot be made.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output {str(folder)!r} is a file; it must be a folder")
+    parent = next(path for path in folder.resolve().parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"output folder {str(folder)!r} cannot be made: {str(parent)!r} is no folder to write into")
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     others = sorted(present - {*DATA, SUMS}) or sorted(present if INDEX not in present else ())
     if others:
@@ -270,7 +277,7 @@ def _checked_index(folder: Path) -> dict[str, Any]:
         if not (folder / name).is_file():
             raise ValueError(f"{where} is incomplete: it has no {name}; build it again")
     index: Any = None
-    with suppress(ValueError):  # what is no JSON differs from its sum
+    with suppress(ValueError, RecursionError):  # what is no JSON differs from its sum
         index = json.loads((folder / INDEX).read_bytes())
     version = index.get("version") if isinstance(index, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:

@@ -648,7 +648,7 @@ def _by_name(drafters: SequenceOf[Drafter]) -> dict[str, Drafter]:
         parts = {id(one): one for one in _with_wrapped(drafter)}
         for key, one in parts.items():
             if one.taken:
-                raise ValueError(f"drafter {one.name!r} belongs to another engine; make a new one for this engine")
+                raise ValueError(f"drafter {drafter.name!r} belongs to another engine; make a new one for this engine")
             if key in others:
                 raise ValueError(f"drafter {one.name!r} is part of another drafter too; make one for each")
         others |= parts.keys()

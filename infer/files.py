@@ -10,8 +10,25 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def read_text(option: str, path: str | Path) -> str:
+    """The text of a file that the option names. Raises ValueError naming both when it cannot be read as UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path} is not UTF-8 text ({error})") from error
+
+
+def check_output_file(path: Path) -> None:
+    """Raise ValueError for what is there and no file to replace: a folder, a pipe, a device."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"output {str(path)!r} is not a regular file; it must be one, or a new name")
+
+
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a whole file, or leave the old one."""
+    """Write a whole file, or leave the old one. Raises ValueError for what `check_output_file` refuses."""
+    check_output_file(path)
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
     os.replace(partial, path)

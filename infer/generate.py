@@ -175,10 +175,11 @@ def run_missing(
             for job, texts in run_jobs(engine, jobs):
                 results.write(job, texts)
                 completions += texts
+                done += 1  # a bar without a terminal does not count
                 bar.update()
         except KeyboardInterrupt:
             bar.close()
-            print(f"speclight: {bar.n} of {total} prompts are done; the same command continues", file=sys.stderr)
+            print(f"speclight: {done} of {total} prompts are done; the same command continues", file=sys.stderr)
             raise
     print(f"speclight: {results.path}: {summary(completions, ready.is_lossless)}", file=sys.stderr)
     failed = [completion.error for completion in completions if completion.error is not None]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from .build import check_method, did_you_mean
-from .files import check_unlocked, one_at_a_time, open_locked, replace_file
+from .files import check_output_file, check_unlocked, one_at_a_time, open_locked, replace_file
 from .jsonl import parse_row, read_jsonl
 from .request import Completion, GenerationParams, Prompt, StreamChunk
 
@@ -83,11 +83,15 @@ def _read_job(where: str, row: Mapping[str, Any], defaults: GenerationParams, se
 def _key(row: Mapping[str, Any], fingerprint: str, seen: Counter[str]) -> str | int:
     key = row.get("id")
     if key is not None:
-        if not isinstance(key, str | int) or isinstance(key, bool):
+        if not _is_key(key):
             raise ValueError(f"id must be a string or an integer, got {key!r}")
         return key
     seen[fingerprint] += 1  # the same row twice is two prompts
     return f"{fingerprint}-{seen[fingerprint]}"
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
@@ -168,12 +172,14 @@ class Results:
 
     settings: what shaped the results, as plain JSON values. overwrite: begin anew.
 
-    Raises ValueError for a file that holds results of other settings or other rows, or no results of ours.
+    Raises ValueError for a file that holds results of other settings or other rows, or no results of ours, and for
+    what is no file.
     """
 
     def __init__(
         self, path: str | Path, jobs: Sequence[Job], settings: Mapping[str, Any], overwrite: bool = False
     ) -> None:
+        check_output_file(Path(path))
         self.path, self.jobs = Path(path).resolve(), jobs
         self.sidecar = self.path.with_name(self.path.name + ".meta.json")
         with one_at_a_time(self.path.parent):
@@ -210,11 +216,17 @@ class Results:
             raise ValueError(
                 f"{self.path} exists and was not written by this command; use another --output or --overwrite"
             )
-        self._check_settings(json.loads(self.sidecar.read_text(encoding="utf-8")), settings)
+        self._check_settings(self._settings_before(), settings)
         *lines, _torn = self.path.read_bytes().split(b"\n")  # empty where the last line is complete
         rows = [parse_row(line, f"{self.path}:{number}") for number, line in enumerate(lines, start=1)]
         self._check_inputs(rows)
         return rows
+
+    def _settings_before(self) -> dict[str, Any]:
+        try:
+            return parse_row(self.sidecar.read_bytes(), str(self.sidecar), "settings")
+        except ValueError as error:
+            raise ValueError(f"{error}; use another --output, or --overwrite to begin anew") from error
 
     def _check_settings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         for name in sorted({*before, *now}):
@@ -226,9 +238,9 @@ class Results:
 
     def _check_inputs(self, rows: Iterable[Mapping[str, Any]]) -> None:
         jobs = {job.key: job for job in self.jobs}
-        for row in rows:
-            if not {"id", "input"} <= row.keys():
-                raise ValueError(f"{self.path} holds rows that are not results of this command; use another --output")
+        for number, row in enumerate(rows, start=1):
+            if "input" not in row or not _is_key(row.get("id")):
+                raise ValueError(f"{self.path}:{number}: not a result of this command; use another --output")
             job = jobs.get(row["id"])
             if job is not None and job.fingerprint != row["input"]:
                 raise ValueError(

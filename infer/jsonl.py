@@ -21,12 +21,12 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield where, parse_row(line, where)
 
 
-def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """One line's JSON object. Raises ValueError that begins with `where`."""
+def parse_row(line: bytes, where: str, what: str = "a row") -> dict[str, Any]:
+    """One line's JSON object, or a file's. Raises ValueError that begins with `where`."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not valid JSON ({error})") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+        raise ValueError(f"{where}: {what} must be a JSON object, got {type(row).__name__}")
     return row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .compare import first_difference, logit_gap, token_at
-from .files import check_unlocked, one_at_a_time, open_locked, replace_file
+from .files import check_unlocked, one_at_a_time, open_locked
+from .jsonl import parse_row
 from .questions import Item
 from .summary import Difference, Output, Run, compared_outputs
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from .request import GenerationParams
 
 WARM_UP_TOKENS = 16
+ANEW = "use another --output, or --overwrite to begin anew"
 
 T = TypeVar("T")
 
@@ -66,57 +69,68 @@ def peer_runner(generate: Callable[[Sequence[Sequence[int]], int], list[list[int
 class RowFile:
     """The rows of a run, appended as they come. settings: what shaped them; they may not change while rows are added.
 
-    Raises ValueError for a file that holds rows of other settings, or that another run is writing.
+    What the file held stays until the first new row, so that a run which is refused loses nothing.
+
+    Raises ValueError for a file that holds rows of other settings or something else, or that another run is writing.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
-        self.num_rows = 0
+        self.num_rows, self._path, self._settings = 0, path, json.loads(json.dumps(settings))
         with one_at_a_time(path.parent):
             check_unlocked(path)
-            self._begin(path, settings, overwrite)
+            self._kept: int | None = 0 if overwrite or not path.exists() else self._read_back()
+            self._file = open_locked(path)
 
-    def _begin(self, path: Path, settings: Mapping[str, Any], overwrite: bool) -> None:
-        """Read what is there, write it back without what a kill cut off, and hold the file."""
-        lines = [] if overwrite or not path.exists() else self._read_back(path, json.loads(json.dumps(settings)))
-        lines = lines or [json.dumps({"settings": settings})]
-        replace_file(path, "".join(line + "\n" for line in lines).encode())
-        self._file, self._path = open_locked(path), path
-
-    def _read_back(self, path: Path, settings: Mapping[str, Any]) -> list[str]:
-        """The complete lines: what a kill cut off has no newline, and is done again."""
-        *lines, _torn = path.read_text(encoding="utf-8").split("\n")
-        for line in lines:
-            row = json.loads(line)
-            if "settings" in row:
-                self._check_settings(path, row["settings"], settings)
+    def _read_back(self) -> int:
+        """Take the complete lines; returns their bytes. What a kill cut off has no newline, and is done again."""
+        content = self._path.read_bytes()
+        *lines, torn = content.split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            where = f"{self._path}:{number}"
+            row = parse_row(line, where)
+            if number == 1:
+                self._check_settings(row.get("settings"), where)
             else:
-                self.num_rows += 1
-                self.take(row)
-        return lines
+                self._take(row, where)
+        return len(content) - len(torn)
+
+    def _take(self, row: Mapping[str, Any], where: str) -> None:
+        try:
+            self.take(row)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{where}: not a row that this command wrote; {ANEW}") from error
+        self.num_rows += 1
 
     def take(self, row: Mapping[str, Any]) -> None:
-        """Keep a row that an earlier run wrote."""
+        """Keep a row that an earlier run wrote. Raises KeyError or TypeError for another."""
         raise NotImplementedError
 
-    @staticmethod
-    def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def _check_settings(self, before: Any, where: str) -> None:
+        if not isinstance(before, dict):
+            raise ValueError(f"{where}: the first line must hold the settings of the rows, and does not; {ANEW}")
+        now = self._settings
         for name in sorted({*before, *now}):
             if before.get(name) != now.get(name):
                 raise ValueError(
-                    f"{path} was measured with {name}={before.get(name)!r}, now it is {now.get(name)!r}; "
-                    "use another --output, or --overwrite to begin anew"
+                    f"{self._path} was measured with {name}={before.get(name)!r}, now it is {now.get(name)!r}; {ANEW}"
                 )
 
     def append(self, row: Mapping[str, Any]) -> None:
-        self._file.write((json.dumps(row) + "\n").encode())
+        lines = [row]
+        if self._kept is not None:
+            self._file.truncate(self._kept)
+            lines = [row] if self._kept else [{"settings": self._settings}, row]
+            self._kept = None
+        self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         self._file.flush()
         self.num_rows += 1
 
     def close(self) -> None:
-        """A file without a row goes: what a refused run was asked for must not bind the next."""
-        if not self.num_rows:
-            self._path.unlink(missing_ok=True)
-        self._file.close()
+        """An empty file goes."""
+        with one_at_a_time(self._path.parent):
+            if not os.fstat(self._file.fileno()).st_size:
+                self._path.unlink(missing_ok=True)
+            self._file.close()
 
 
 class Ledger(RowFile):

@@ -41,7 +41,7 @@ def read_questions(path: str | Path) -> list[Question]:
 
 def _read_question(where: str, row: Mapping[str, Any]) -> Question:
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "question_id": (lambda value: isinstance(value, int | str), "a number or a string"),
+        "question_id": (_is_id, "a number or a string"),
         "category": (lambda value: isinstance(value, str), "a string"),
         "turns": (
             lambda value: isinstance(value, list) and value != [] and all(map(_is_text, value)),
@@ -55,6 +55,10 @@ def _read_question(where: str, row: Mapping[str, Any]) -> Question:
                 f"{where}: {name} must be {wanted}, got {value!r}; rows of Spec-Bench's format have {', '.join(checks)}"
             )
     return Question(row["question_id"], row["category"], tuple(row["turns"]))
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | str) and not isinstance(value, bool)
 
 
 def _is_text(value: Any) -> bool:
@@ -71,6 +75,15 @@ def select(
     chosen = [members[::stride][:per_group] for members in groups.values()]
     turns = [[m[place] for m in chosen if place < len(m)] for place in range(max(map(len, chosen)))]
     return [question for turn in turns for question in turn][:limit]
+
+
+def check_room(max_length: int, max_new_tokens: int) -> None:
+    """Raise ValueError when new tokens leave a text of at most `max_length` no room for a prompt."""
+    if max_new_tokens >= max_length:
+        raise ValueError(
+            f"max_new_tokens must leave room for a prompt: at most {max_length - 1} of {max_length} tokens, "
+            f"got {max_new_tokens}"
+        )
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ class Dialogue:
         text = self.question.turns[turn]
         self.messages.append({"role": "user", "content": text})
         token_ids = engine.encode(self.messages if chat else text)
-        room = engine.max_length - max_new_tokens
+        room = max(engine.max_length - max_new_tokens, 0)
         if len(token_ids) > room:
             raise ValueError(f"prompt has {len(token_ids)} tokens; with {max_new_tokens} new ones at most {room} fit")
         self.items.append(Item(self.question, turn, token_ids))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .build import EngineOptions, build_engine, option, prepare
 from .files import held_folder
-from .questions import Item, Question, make_items, read_questions, select
+from .questions import Item, Question, check_room, make_items, read_questions, select
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,12 +56,13 @@ def record(options: RecordOptions) -> None:
     _check_folder(folder, meta, options.overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     with held_folder(folder):
-        _begin(folder, meta, options.overwrite)
-        missing = _missing(folder, len(questions))
+        missing = list(range(len(questions))) if options.overwrite else _missing(folder, len(questions))
         if not missing:
             print(f"speclight: {options.output} is complete: nothing left to do", file=sys.stderr)
             return
-        _record_missing(folder, options, prepared, questions, missing, chat)
+        engine, items = _loaded(prepared, [questions[index] for index in missing], chat, options.max_new_tokens)
+        _begin(folder, meta | {"model": _facts(engine, prepared)}, options.overwrite)
+        _record_missing(folder, options, engine, items, missing, len(questions))
     print(f"speclight: {options.output}: {len(questions)} texts", file=sys.stderr)
 
 
@@ -84,12 +85,16 @@ def _chosen(options: RecordOptions) -> list[Question]:
 
 
 def _check_prompts(prepared: Prepared, questions: Sequence[Question], chat: bool, max_new_tokens: int) -> None:
-    """Raise ValueError, naming the question, for a prompt that the model has no room for."""
+    """Raise ValueError, naming the question, for a prompt that the model cannot take or has no room for."""
     intake = prepared.intake()
+    check_room(intake.max_length, max_new_tokens)
     room = intake.max_length - max_new_tokens
     for question in questions:
         text = question.turns[0]
-        length = len(intake.encode([{"role": "user", "content": text}] if chat else text))
+        try:
+            length = len(intake.encode([{"role": "user", "content": text}] if chat else text))
+        except ValueError as error:
+            raise ValueError(f"question_id {question.question_id!r}: {error}") from error
         if length > room:
             raise ValueError(
                 f"question_id {question.question_id!r}: the prompt has {length} tokens; with max_new_tokens "
@@ -129,48 +134,52 @@ def _check_folder(folder: Path, now: Mapping[str, Any], overwrite: bool) -> None
         raise ValueError(f"{folder} holds other questions; use another --output, or --overwrite to begin anew")
 
 
-def _begin(folder: Path, meta: Mapping[str, Any], overwrite: bool) -> None:
-    from .recording import META, write_meta
-
-    if overwrite:
-        for path in folder.glob("*.npz"):
-            path.unlink()
-    if overwrite or not (folder / META).exists():
-        write_meta(folder, dict(meta))
-
-
 def _missing(folder: Path, count: int) -> list[int]:
     from .recording import text_path
 
     return [index for index in range(count) if not text_path(folder, index).exists()]
 
 
-def _record_missing(
-    folder: Path,
-    options: RecordOptions,
-    prepared: Prepared,
-    questions: Sequence[Question],
-    missing: Sequence[int],
-    chat: bool,
-) -> None:
-    from tqdm import tqdm
-
-    from .loading import tokenizer_fingerprint
-    from .recording import read_meta, text_path, write_meta, write_text
-
+def _loaded(
+    prepared: Prepared, questions: Sequence[Question], chat: bool, max_new_tokens: int
+) -> tuple[Engine, list[Item]]:
+    """The engine and its prompts. Raises ValueError where the cache, smaller than the context, has no room for one."""
     engine = build_engine(prepared)
-    asked = [questions[index] for index in missing]
-    items, left_out = make_items(engine, asked, "first", chat, options.max_new_tokens)
-    if left_out:  # the cache is smaller than the context
+    items, left_out = make_items(engine, questions, "first", chat, max_new_tokens)
+    if left_out:
         question_id, reason = next(iter(left_out.items()))
         raise ValueError(f"question_id {question_id!r} cannot be recorded: {reason}; a larger kv_memory helps")
-    facts = {
+    return engine, items
+
+
+def _begin(folder: Path, meta: Mapping[str, Any], overwrite: bool) -> None:
+    """Nothing can be refused any more: only now does what is to be overwritten go."""
+    from .recording import write_meta
+
+    for path in folder.glob("*.npz") if overwrite else ():
+        path.unlink()
+    write_meta(folder, meta)
+
+
+def _facts(engine: Engine, prepared: Prepared) -> dict[str, Any]:
+    """What evaluating drafters needs to know of the model."""
+    from .loading import tokenizer_fingerprint
+
+    return {
         "vocab_size": engine.model.vocab_size,
         "stop_ids": sorted(engine.model.eos_token_ids),
         "tokenizer": tokenizer_fingerprint(prepared.tokenizer),
     }
-    write_meta(folder, read_meta(folder) | {"model": facts})
-    with tqdm(total=len(questions), initial=len(questions) - len(missing), unit="text", disable=None) as bar:
+
+
+def _record_missing(
+    folder: Path, options: RecordOptions, engine: Engine, items: Sequence[Item], missing: Sequence[int], total: int
+) -> None:
+    from tqdm import tqdm
+
+    from .recording import text_path, write_text
+
+    with tqdm(total=total, initial=total - len(missing), unit="text", disable=None) as bar:
         for place, text in recorded(engine, items, options.max_new_tokens, options.top_k):
             write_text(text_path(folder, missing[place]), text)
             bar.update()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,33 @@ from .files import replace_file
 from .summary import group_of
 
 META, FORMAT = "meta.json", 1
+
+Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""By field: whether a value is valid, and what would be."""
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31  # token ids are int32
+
+
+SETTINGS: Rules = {"max_new_tokens": (_is_count, "an integer from 1 to 2**31 - 1")}
+TEXTS: Rules = {"texts": (lambda value: isinstance(value, list) and bool(value), "a list of at least one text")}
+TEXT: Rules = {
+    "question_id": (lambda value: type(value) in (int, str), "an integer or a string"),
+    "category": (lambda value: isinstance(value, str), "a string"),
+}
+MODEL: Rules = {
+    "vocab_size": (_is_count, "an integer from 1 to 2**31 - 1"),
+    "stop_ids": (lambda value: isinstance(value, list) and all(type(one) is int for one in value), "a list of ids"),
+    "tokenizer": (lambda value: value is None or isinstance(value, str), "a string"),
+}
+ARRAYS = {
+    "token_ids": (np.int32, 1),
+    "num_prompt": (np.int32, 0),
+    "top_ids": (np.int32, 2),
+    "top_logprobs": (np.float32, 2),
+}
+"""What a text's file holds: dtypes and numbers of axes."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +111,32 @@ def write_text(path: Path, text: RecordedText) -> None:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Raises ValueError for a folder that holds no recording."""
+    """Raises ValueError for a folder that holds no recording, and for a damaged file. "model" can be missing."""
     path = folder / META
     if not path.is_file():
         raise ValueError(f"recording {str(folder)!r} has no {META}; `speclight record` makes one")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        meta = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT or "texts" not in meta or "settings" not in meta:
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ValueError(f"{path} is no recording of format {FORMAT}")
+    _check(str(path), meta, TEXTS)
+    _check(f"{path}: settings", meta.get("settings"), SETTINGS)
+    for index, entry in enumerate(meta["texts"]):
+        _check(f"{path}: texts[{index}]", entry, TEXT)
+    if "model" in meta:
+        _check(f"{path}: model", meta["model"], MODEL)
     return meta
+
+
+def _check(where: str, value: Any, rules: Rules) -> None:
+    """Raise ValueError for what is no JSON object with these fields."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object, got {reprlib.repr(value)}")
+    for name, (is_valid, valid) in rules.items():
+        if not is_valid(value.get(name)):
+            raise ValueError(f"{where}: {name} must be {valid}, got {reprlib.repr(value.get(name))}")
 
 
 def read_recording(folder: str | Path) -> Recording:
@@ -107,25 +149,45 @@ def read_recording(folder: str | Path) -> Recording:
             f"recording {str(folder)!r} is unfinished: {len(missing)} of {len(meta['texts'])} texts are missing; "
             "the same `speclight record` command continues it"
         )
-    texts = [_read_text(text_path(folder, index), entry) for index, entry in enumerate(meta["texts"])]
+    if "model" not in meta:
+        raise ValueError(f"{folder / META} lacks model, which is needed; `speclight record --overwrite` begins anew")
     facts = meta["model"]
-    return Recording(meta["settings"], facts["vocab_size"], facts["stop_ids"], texts, facts.get("tokenizer", ""))
+    empty = Recording(meta["settings"], facts["vocab_size"], facts["stop_ids"], [], facts.get("tokenizer") or "")
+    texts = [_read_text(text_path(folder, index), entry, empty) for index, entry in enumerate(meta["texts"])]
+    return replace(empty, texts=texts)
 
 
-def _read_text(path: Path, entry: Mapping[str, Any]) -> RecordedText:
+def _read_text(path: Path, entry: Mapping[str, Any], recording: Recording) -> RecordedText:
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            text = RecordedText(
-                entry["question_id"],
-                entry["category"],
-                arrays["token_ids"],
-                int(arrays["num_prompt"]),
-                arrays["top_ids"],
-                arrays["top_logprobs"],
-            )
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            found = {name: arrays[name] for name in ARRAYS}
+        _check_arrays(found, recording)
+    except Exception as error:  # of damaged bytes numpy, zipfile and zlib raise a dozen kinds
         raise ValueError(f"{path} is damaged ({error}); delete it and run the same `speclight record` again") from None
-    rows = len(text.token_ids)
-    if not 0 < text.num_prompt <= rows or text.top_ids.shape != text.top_logprobs.shape or len(text.top_ids) != rows:
-        raise ValueError(f"{path} is damaged: its arrays do not fit each other")
-    return text
+    num_prompt = int(found.pop("num_prompt"))
+    return RecordedText(entry["question_id"], entry["category"], num_prompt=num_prompt, **found)
+
+
+def _check_arrays(arrays: Mapping[str, NDArray[Any]], recording: Recording) -> None:
+    """Raise ValueError for what is no text of this recording, naming the array."""
+    for name, (dtype, axes) in ARRAYS.items():
+        found = arrays[name]
+        if found.dtype != dtype or found.ndim != axes:
+            raise ValueError(f"{name} must be {axes}-d {np.dtype(dtype)}, got {found.ndim}-d {found.dtype}")
+    token_ids, num_prompt, top_ids, top_logprobs = (arrays[name] for name in ARRAYS)
+    emitted, most = len(token_ids) - int(num_prompt), recording.max_new_tokens
+    if top_ids.shape != top_logprobs.shape or len(top_ids) != len(token_ids) or not top_ids.size:
+        raise ValueError("its arrays do not fit each other")
+    if num_prompt < 1 or not 1 <= emitted <= most:
+        raise ValueError(
+            f"num_prompt must be at least 1 and leave 1 to {most} of {len(token_ids)} tokens (max_new_tokens in "
+            f"{META}), got {num_prompt}"
+        )
+    if emitted < most and token_ids[-1] not in recording.stop_ids:
+        raise ValueError(f"{emitted} tokens follow the prompt, of {most}, and the last is no stop id of {META}")
+    for name in ("token_ids", "top_ids"):
+        least, largest = arrays[name].min(), arrays[name].max()
+        if least < 0 or largest >= recording.vocab_size:
+            raise ValueError(f"{name} must be from 0 to {recording.vocab_size - 1}, got {least} to {largest}")
+    if not np.isfinite(top_logprobs).all():
+        raise ValueError("top_logprobs must be finite")

@@ -91,6 +91,7 @@ def replay(options: ReplayOptions) -> None:
     _check_folder(Path(options.output))
     recording = read_recording(options.recording)
     datastore = _datastore(options, variants, recording)
+    _make_folder(Path(options.output))
     outcomes: dict[tuple[str, int], list[Outcome]] = {}
     with tqdm(total=len(variants) * len(budgets) * len(recording.texts), unit="text", disable=None) as bar:
         for variant in variants:
@@ -98,7 +99,6 @@ def replay(options: ReplayOptions) -> None:
                 drafter = variant.drafter(budget, datastore)
                 ran = run(drafter, recording, variant.draft_tokens(budget))
                 outcomes[variant.name, budget] = list(_watched(ran, bar))
-    Path(options.output).mkdir(parents=True, exist_ok=True)
     report = build_report(recording, {variant.name: variant.facts() for variant in variants}, outcomes)
     write_report(options.output, report)
     print(mat_table(report))
@@ -207,6 +207,14 @@ def _check_folder(folder: Path) -> None:
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if present - {"report.json", "report.md", "report.png"}:
         raise ValueError(f"output folder {str(folder)!r} holds something else than a replay; choose another")
+
+
+def _make_folder(folder: Path) -> None:
+    """Raises ValueError where there can be none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output must be a folder or a new one, {str(folder)!r} cannot be: {error.strerror}") from None
 
 
 def run(drafter: Drafter, recording: Recording, draft_tokens: int) -> Iterator[Outcome]:

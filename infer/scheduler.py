@@ -115,7 +115,7 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, count: int, plan: list[Scheduled]) -> bool:
         """Hold room for `count` tokens and a proposal, preempting the younger; False if it had to give way itself."""
-        drafts = count == sequence.num_pending and sequence.num_emitted > 0  # after preemption too: seeds must not shift
+        drafts = count == sequence.num_pending and sequence.num_emitted > 0  # after preemption too, for seeds
         sequence.draft_tokens, sequence.max_depth = self.bounds(sequence) if drafts else (0, 0)
         while not self.cache.reserve(sequence.table, count + self.scratch(sequence)):
             victim = self._youngest_but(plan)

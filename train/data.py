@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoConfig, GenerationConfig
 
+from ..infer.files import read_text
 from ..infer.jobs import read_jobs
 from ..infer.loading import TOKENIZER_FILES, ModelSource, load_tokenizer, resolve_model
 from ..infer.request import GenerationParams, Prompt
@@ -335,7 +336,7 @@ class RowsDataModule(LightningDataModule):
         source = _tokenizer_source(self.model, self.allow_pickle)
         self.tokenizer = load_tokenizer(source)
         if self.chat_template is not None:
-            self.tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
+            self.tokenizer.chat_template = read_text("chat_template", self.chat_template)
         self.eos_token_ids = end_tokens(source, self.tokenizer)
         if self.prompts_path is not None:
             self.prompts = read_prompts(self.prompts_path, bool(self.tokenizer.chat_template), self.max_prompts)

@@ -40,6 +40,7 @@ class IndexOptions:
 def index(options: IndexOptions) -> None:
     """Write the datastore and say what it holds. Raises ValueError for whatever is not valid."""
     from ..infer.datastore import MAX_TOKENS, check_output
+    from ..infer.files import read_text
     from ..infer.loading import load_tokenizer
     from ..infer.sources import find_model
     from .data import end_tokens, read_documents
@@ -50,7 +51,7 @@ def index(options: IndexOptions) -> None:
     source = find_model(options.model, False, options.trust_remote_code, options.cache_dir)
     tokenizer = load_tokenizer(source)
     if options.chat_template is not None:
-        tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text("chat_template", options.chat_template)
     documents = read_documents(list(options.data), tokenizer, end_tokens(source, tokenizer))
     texts, is_cut = _take(documents, options.max_tokens)
     if not texts:

@@ -112,6 +112,7 @@ class Plan:
 
 
 def _plan(options: ParetoOptions) -> Plan:
+    from ..infer.questions import check_room
     from .pareto_arms import Settings, check_rules, head_names, make_arms
 
     _check_numbers(options)
@@ -125,7 +126,9 @@ def _plan(options: ParetoOptions) -> Plan:
     prepared.is_chat(options.chat)
     arms = make_arms(rules, replace(shapes, heads=dict(zip(names, heads, strict=True))))
     params = _params(options, method)
-    prepared.intake().check(params)
+    intake = prepared.intake()
+    intake.check(params)
+    check_room(intake.max_length, options.max_new_tokens)
     return Plan(options, prepared, arms, params, task, reward, prompts)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..infer.build import ModelOptions, option
+from ..infer.files import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +60,7 @@ def states(options: StatesOptions) -> None:
     shape = _shape(options, source)
     tokenizer = load_tokenizer(source)
     if options.chat_template is not None:
-        tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text("chat_template", options.chat_template)
     documents = read_documents(list(options.data), tokenizer, end_tokens(source, tokenizer))
     dataset = PackedDataset(documents, options.row_tokens, "data")
     _note(f"{dataset.summary}")

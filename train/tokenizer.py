@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..infer.build import option
+from ..infer.files import read_text
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 ROLES = ("system", "user", "assistant")
@@ -83,17 +84,10 @@ def texts_of(sources: Sequence[str]) -> Iterator[str]:
 
     for source in sources:
         if source.endswith(".txt"):
-            yield from _text_file(Path(source).expanduser()).splitlines(keepends=True)
+            yield from read_text("input", Path(source).expanduser()).splitlines(keepends=True)
             continue
         for where, row in read_rows(Source(source)):
             yield from _row_texts(where, row)
-
-
-def _text_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8 ({error})") from error
 
 
 def _row_texts(where: str, row: dict[str, Any]) -> list[str]:

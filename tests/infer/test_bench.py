@@ -43,7 +43,7 @@ def test_plain_decoding_is_always_there_and_sizes_make_variants() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["logitspek", "logitspec:", "logitspec:x", "ar:3", "logitspec:-1"])
+@pytest.mark.parametrize("name", ["logitspek", "logitspec:", "logitspec:x", "ar:3", "logitspec:-1", "logitspec:١٦"])
 def test_a_method_or_size_that_is_none_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=name.partition(":")[0]):
         parse_methods([name])
@@ -68,6 +68,7 @@ def test_questions_are_sorted_by_id_and_checked_with_their_line(tmp_path) -> Non
         ({"turns": []}, "turns must be a list of texts"),
         ({"turns": [""]}, "turns must be a list of texts"),
         ({"question_id": [1]}, "question_id must be a number or a string"),
+        ({"question_id": True}, "question_id must be a number or a string, got True"),
         ({"question_id": 1}, "question_id must be unique"),
     ]:
         write_rows(tmp_path / "q.jsonl", [ROWS[0] | fault, ROWS[1]])
@@ -172,8 +173,55 @@ def test_rows_of_other_settings_are_refused_and_overwrite_begins_anew(tmp_path) 
     kept = Ledger(path, {"a": 1, "t": (1, 2)})
     kept.close()
     anew = Ledger(path, {"a": 2}, overwrite=True)
+    anew.add(Run(1, 0, "ar", 1.0, []))
     anew.close()
-    assert (len(kept.runs), len(anew.runs)) == (1, 0)
+    assert ([run.unit for run in kept.runs], [run.unit for run in anew.runs]) == ([0], [1])
+    again = Ledger(path, {"a": 2})
+    again.close()
+    assert again.runs == anew.runs
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("torn", [b"", b'{"run": {"method": "\xc3'])  # the second ends inside a character
+def test_what_a_file_held_stays_until_the_first_new_row(tmp_path, overwrite: bool, torn: bytes) -> None:
+    """A run may be refused after it took the file."""
+    path = tmp_path / "rows.jsonl"
+    ledger = Ledger(path, {"a": 1})
+    ledger.add(Run(0, 0, "ä", 1.0, []))
+    ledger.close()
+    before = path.read_bytes() + torn
+    path.write_bytes(before)
+    ledger = Ledger(path, {"a": 1}, overwrite)
+    ledger.close()
+    assert (path.read_bytes(), len(ledger.runs)) == (before, 0 if overwrite else 1)
+    ledger = Ledger(path, {"a": 1}, overwrite)
+    ledger.add(Run(1, 0, "ä", 1.0, []))
+    ledger.close()
+    assert len(path.read_bytes().splitlines()) == (2 if overwrite else 3)
+    again = Ledger(path, {"a": 1})
+    again.close()
+    assert again.runs == ledger.runs
+
+
+@pytest.mark.parametrize(
+    "damage", [b"junk", b"", b"[1]", b"\xff", b'{"other": 1}', b'{"run": {}}', b'{"run": 5}', b'{"settings": "x"}']
+)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_damaged_row_is_refused_by_its_place(tmp_path, damage: bytes, number: int) -> None:
+    """Also when it stands where the settings should: rows that do not say theirs are not continued."""
+    path = tmp_path / "rows.jsonl"
+    lines = [b'{"settings": {"a": 1}}', damage][2 - number :]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:{number}: "):
+        Ledger(path, {"a": 1})
+    assert path.read_bytes().splitlines() == lines
+
+
+def test_rows_without_settings_are_refused_with_what_to_do(tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"run": {"unit": 0, "repeat": 0, "method": "ar", "seconds": 1.0, "outputs": []}}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: the first line must hold the settings.*or --overwrite"):
+        Ledger(path, {})
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -303,6 +351,9 @@ def test_command_measures_reports_and_continues(model: str, tmp_path: Path, caps
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == rows
     assert bench(model, data, tmp_path / "out", *flags, "--repeats", "2") == 2
     assert "repeats=1, now it is 2" in capsys.readouterr().err
+    assert bench(model, data, tmp_path / "out", *flags, "--overwrite", "--kv-memory", "1e-7") == 2
+    assert "kv_memory" in capsys.readouterr().err
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == rows
 
 
 def test_rows_of_other_weights_or_another_template_are_not_continued(model: str, tmp_path: Path, capsys) -> None:
@@ -372,6 +423,7 @@ def test_prompts_too_long_for_the_context_are_named_and_left_out(model: str, tmp
         (["--turns", "all", "--no-chat"], "turns=all needs a chat"),
         (["--peers", "vllm"], "peers must be among"),
         (["--methods", "logitspec:5000"], "draft_tokens must be at most 1024, got 5000"),
+        (["--max-new-tokens", "512"], "max_new_tokens must leave room for a prompt: at most 511 of 512"),
     ],
 )
 def test_command_refuses_wrong_values_before_anything_runs(

@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def test_every_command_can_be_loaded_and_every_flag_has_a_help_text(name: str) -
         (["generate", "--model", "x", "--input", "/no/such.jsonl", "--output", "a"], "/no/such.jsonl: No such file"),
         (["generate", "--model", "/no/such", "--prompt", "a"], "'/no/such' does not exist; it must be a hub id"),
         (["generate", "--model", "x", "--prompt", "a", "--temperature", "-1"], "temperature must be a number from 0"),
-        (["generate", "--model", "x", "--prompt", "a", "--threads", "0"], "threads must be at least 1"),
+        (["generate", "--model", "x", "--prompt", "a", "--threads", "0"], "threads must be from 1 to 1024, got 0"),
         (["generate", "--model", "x", "--prompt", "a", "--device", "gpu"], "device must be auto, cpu, cuda"),
         (["generate", "--model", "x", "--prompt", "a", "--method", "logitspek"], "did you mean 'logitspec'?"),
         (["generate", "--model", "x", "--prompt", "a", "--method", "draft-model"], "needs --draft-model"),
@@ -149,6 +150,12 @@ def test_a_mistake_in_a_yaml_file_is_named(
     (tmp_path / "F.yaml").write_text(text)
     assert message in refused(capsys, "generate", "--model", "x", "--config", str(tmp_path / "F.yaml"))
     assert message in refused(capsys, "generate", "--model", "x", f"--config={tmp_path / 'F.yaml'}")
+
+
+def test_a_config_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "F.yaml").write_bytes(b"\xff")
+    printed = refused(capsys, "generate", "--model", "x", "--config", str(tmp_path / "F.yaml"))
+    assert f"config {tmp_path / 'F.yaml'} is not UTF-8 text" in printed
 
 
 def test_flags_and_yaml_set_the_same_options_and_the_later_one_wins(tmp_path: Path) -> None:
@@ -508,6 +515,17 @@ def test_a_file_is_answered_with_each_rows_own_method_and_then_complete(
     )
 
 
+def test_an_output_that_is_no_file_is_refused_before_weights_are_read(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "build_engine", None)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", "/dev/null"]
+    for more in ([], ["--overwrite"]):
+        printed = refused(capsys, "generate", "--model", model, "--method", "ar", *files, *more)
+        assert "output '/dev/null' is not a regular file" in printed
+
+
 def test_an_interrupt_exits_130_and_the_same_command_continues(model: str, tmp_path: Path) -> None:
     """A real process and a real signal, sent once the first results are on disk.
 
@@ -526,9 +544,10 @@ def test_an_interrupt_exits_130_and_the_same_command_continues(model: str, tmp_p
     os.kill(process.pid, signal.SIGINT)
     _, printed = process.communicate(timeout=60)
     assert process.returncode == 130, printed
-    assert "the same command continues" in printed
     assert "Traceback" not in printed
     kept = output.read_bytes()
+    said = re.search(r"speclight: (\d+) of 200 prompts are done; the same command continues", printed)
+    assert said and kept.count(b"\n") - int(said[1]) in (0, 1)  # one may be written and not counted yet
     assert 0 < kept.count(b"\n") < 200
     assert main(command) == 0
     assert output.read_bytes().startswith(kept)
@@ -606,3 +625,21 @@ def test_rows_that_end_in_an_error_are_counted_and_the_status_says_so(
     paths = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     assert main(["generate", "--model", model, "--max-new-tokens", "3", *paths]) == 1
     assert "1 texts ended in an error, the first: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--logitspec.capacity", "1000000", "logitspec.capacity must be from 1 to 1024, got 1000000"),
+        ("--logitspec.k", "1000000000", "logitspec.k must be from 0 to 1024, got 1000000000"),
+        ("--prompt-lookup.num-tokens", "0", "prompt_lookup.num_tokens must be from 1 to 1024, got 0"),
+        ("--block-size", "100000000", "block_size must be from 1 to 4096, got 100000000"),
+        ("--threads", "100000", "threads must be from 1 to 1024, got 100000"),
+    ],
+)
+def test_sizes_beyond_use_are_refused_before_weights_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str, message: str
+) -> None:
+    model = save_tiny(tmp_path)
+    (model / "model.safetensors").write_bytes(b"not weights")
+    assert message in refused(capsys, "generate", "--model", str(model), "--prompt", "a", flag, value)

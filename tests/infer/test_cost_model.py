@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ from speclight.infer.calibrate import (
     quick_calibration,
     stored_cost_model,
 )
+from speclight.infer.cli import main
 from speclight.infer.cost_model import Calibration, CostModel, Identity, Record, Shape, fit, store, stored
 from support import hf_tiny, tiny_lm
 
@@ -306,3 +311,58 @@ def test_the_table_has_a_line_for_every_size():
     lines = calibrate.table(CURVE, 8)
     assert [line.split()[0] for line in lines[2:5]] == ["1", "8", "32"]
     assert np.isclose(float(lines[2].split()[-1]), 11_000.0)
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another identity": lambda content: content.update(identity="x"),
+    "another format": lambda content: content.update(format=2),
+    "complete, no boolean": lambda content: content.update(complete="no"),
+    "no passes": lambda content: content.update(records=[]),
+    "no pass of one sequence": lambda content: content["records"].pop(0),
+    "passes that are none": lambda content: content.update(records=[3]),
+    "negative seconds": lambda content: content["records"][0].update(layers=-1.0),
+    "no seconds": lambda content: content["records"][0].pop("head"),
+    "NaN": lambda content: content["records"][0].update(layers=math.nan),
+    "infinite": lambda content: content["records"][1].update(head=math.inf),
+    "too large a number": lambda content: content["records"][0].update(layers=10**400),
+    "seconds whose sum is infinite": lambda content: content["records"][1].update(layers=1.7e308, head=1.7e308),
+    "tokens as text": lambda content: content["records"][0]["shape"].update(tokens="1"),
+    "no tokens": lambda content: content["records"][0]["shape"].update(tokens=0),
+    "no sequences": lambda content: content["records"][1]["shape"].update(sequences=0),
+    "a shape of other fields": lambda content: content["records"][0]["shape"].update(depth=1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_auto_measures_anew_what_is_damaged_and_one_line_names_the_file(tmp_path, caplog, damage):
+    """It was an exception of Python's, an error that named no file, or accepted and met again in a step."""
+    path = IDENTITY.path(tmp_path)
+    store(path, IDENTITY, RECORDS, complete=True)
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}.*--overwrite"):
+        stored(path, IDENTITY)
+    assert stored_cost_model(IDENTITY, str(tmp_path)) is None
+    (warning,) = caplog.messages
+    assert str(path) in warning and "measured anew" in warning
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["layers", "head", "per_sequence", "per_context", "per_context_of_many"])
+def test_a_calibration_is_of_finite_numbers(name, number):
+    values = (10.0, 12.0, number) if name in ("layers", "head") else number
+    with pytest.raises(ValueError, match="finite"):
+        replace(CURVE, **{name: values})
+
+
+def test_the_command_refuses_a_damaged_calibration_until_it_is_overwritten(tmp_path, few_shapes, capsys):
+    model, cache = str(save_tiny(tmp_path / "tiny", dtype=torch.float64)), tmp_path / "cache"
+    command = ["calibrate", "--model", model, "--cache-dir", str(cache)]
+    assert main(command) == 0
+    (path,) = (cache / "calibrations").iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"identity": "x"}))
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error and "identity must be a dict, got 'x'" in error and "--overwrite" in error
+    assert main([*command, "--overwrite"]) == main(command) == 0

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from speclight.infer import Engine, GenerationParams, LogitSpecDrafter
 from speclight.infer.auto import AutoDrafter
-from speclight.infer.datastore import DATA, DEPTH, SAMPLE, Datastore, corpus_classes, sort_suffixes
+from speclight.infer.datastore import DATA, DEPTH, SAMPLE, Datastore, check_output, corpus_classes, sort_suffixes
 from speclight.infer.estimates import CORPUS_CLASSES, OFFSETS
 from support import TableLM, random_table, tiny_lm
 
@@ -184,6 +184,24 @@ def test_only_a_datastore_is_overwritten(folder: Path) -> None:
     (folder / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match=r"holds more than a datastore \(mine.txt\)"):
         other.save(folder, overwrite=True)
+
+
+def test_an_index_nested_too_deeply_to_be_read_is_refused(folder: Path) -> None:
+    (folder / "datastore.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is damaged: "):
+        Datastore.load(folder)
+
+
+def test_an_output_that_cannot_be_made_is_refused_before_anything_is_sorted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match=r"store' cannot be made: '.*/file' is no folder to write into"):
+        check_output(tmp_path / "file" / "new" / "store", overwrite=False)
+    check_output(tmp_path / "new" / "store", overwrite=False)
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(ValueError, match="is no folder to write into"):
+        check_output(tmp_path / "new" / "store", overwrite=False)
 
 
 def test_another_tokenizers_datastore_is_refused_with_both_fingerprints(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from speclight.infer import files, jobs
-from speclight.infer.files import held_folder
+from speclight.infer.files import held_folder, read_text, replace_file
 from speclight.infer.jobs import Results
 
 
@@ -45,3 +45,22 @@ def test_a_held_folder_is_refused_to_others_until_it_is_free(tmp_path: Path) -> 
         pass
     with held_folder(tmp_path):
         pass
+
+
+def test_only_a_file_is_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe' is not a regular file"):
+        replace_file(tmp_path / "pipe", b"x")
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    replace_file(tmp_path / "link", b"x")
+
+
+def test_a_text_that_cannot_be_read_is_named_with_its_option(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_bytes(b"\xff")
+    for read, message in ((path, "is not UTF-8 text"), (tmp_path / "no", ": No such file"), (tmp_path, ": Is a dir")):
+        with pytest.raises(ValueError, match=f"^chat_template {read}:? ?{message}"):
+            read_text("chat_template", read)
+    path.write_text("ä", encoding="utf-8")
+    assert read_text("chat_template", path) == "ä"

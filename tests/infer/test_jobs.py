@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -239,15 +240,36 @@ def test_a_file_of_something_else_is_never_touched(tmp_path: Path) -> None:
     assert output.read_text() == '{"id": 1}\n'
 
 
-@pytest.mark.parametrize("damage", [b"nonsense\n", b'{"id": 1}\n'])
+@pytest.mark.parametrize(
+    "damage", [b"nonsense\n", b'{"id": 1}\n', b'{"id": [1], "input": ""}\n', b'{"id": true, "input": ""}\n']
+)
 def test_damage_other_than_a_torn_end_is_reported_not_dropped(tmp_path: Path, damage: bytes) -> None:
     source, output = write(tmp_path / "in.jsonl", prompts("a", "b")), tmp_path / "out.jsonl"
     run(source, output)
     damaged = damage + output.read_bytes()
     output.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"out\.jsonl"):
+    with pytest.raises(ValueError, match=r"out\.jsonl:1: "):
         run(source, output)
     assert output.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\x00", b"[]", b'"x"'])
+def test_damaged_settings_are_refused_by_their_files_name(tmp_path: Path, damage: bytes) -> None:
+    source, output = write(tmp_path / "in.jsonl", prompts("a")), tmp_path / "out.jsonl"
+    run(source, output)
+    output.with_name("out.jsonl.meta.json").write_bytes(damage)
+    with pytest.raises(ValueError, match=r"out\.jsonl\.meta\.json: .*use another --output, or --overwrite"):
+        run(source, output)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, make, overwrite: bool) -> None:
+    """Opening a pipe that nobody reads would wait for ever."""
+    make(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"output .*/out' is not a regular file"):
+        run(write(tmp_path / "in.jsonl", prompts("a")), tmp_path / "out", overwrite=overwrite)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out"]
 
 
 def test_a_lone_surrogate_in_an_id_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -111,3 +111,49 @@ def test_a_folder_of_something_else_is_left_alone(model, data, tmp_path, capsys)
     (tmp_path / "notes" / "mine.txt").write_text("x")
     assert record(model, data, tmp_path / "notes", "--overwrite") == 2
     assert "is not empty and holds no recording" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        ("x" * 600, [], "question_id 7: prompt has 605 tokens; the longest text here is 512"),
+        ("a\ud800", ["--no-chat"], "question_id 7: prompt cannot be tokenised"),
+        ("ab", ["--chat-template", "{here}/raises"], "question_id 7: the chat template refuses these messages: no"),
+        ("ab", ["--max-new-tokens", "9999"], "max_new_tokens must leave room for a prompt: at most 511 of 512 tokens"),
+    ],
+)
+def test_a_prompt_that_cannot_run_is_named_by_its_question(model, tmp_path, capsys, text, flags, message) -> None:
+    (tmp_path / "raises").write_text("{{ raise_exception('no') }}")
+    (tmp_path / "q.jsonl").write_text(json.dumps({"question_id": 7, "category": "qa", "turns": [text]}))
+    flags = [flag.format(here=tmp_path) for flag in flags]
+    assert record(model, str(tmp_path / "q.jsonl"), tmp_path / "o", *flags) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_refused_run_neither_loses_a_recording_nor_binds_the_next(model, data, tmp_path, capsys) -> None:
+    """A cache too small is found out only once the weights are there."""
+    folder = tmp_path / "recording"
+    assert record(model, data, folder, "--limit", "2", "--kv-memory", "1e-7") == 2
+    assert record(model, data, folder, "--limit", "2", "--top-k", "4") == 0
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert record(model, data, folder, "--limit", "1", "--overwrite", "--kv-memory", "1e-7") == 2
+    assert "kv_memory" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def test_a_recording_killed_before_it_named_its_model_is_continued_and_a_damaged_one_refused(
+    model, data, tmp_path, capsys
+) -> None:
+    folder = tmp_path / "recording"
+    record(model, data, folder, "--limit", "2")
+    whole = json.loads((folder / "meta.json").read_text())
+    text_path(folder, 1).unlink()
+    (folder / "meta.json").write_text(json.dumps({name: whole[name] for name in whole if name != "model"}))
+    assert record(model, data, folder, "--limit", "2") == 0
+    assert json.loads((folder / "meta.json").read_text()) == whole
+    (folder / "meta.json").write_text(json.dumps(whole | {"settings": "x"}))
+    assert record(model, data, folder, "--limit", "2") == 2
+    assert f"{folder / 'meta.json'}: settings must be an object, got 'x'" in capsys.readouterr().err
+    assert record(model, data, folder, "--limit", "2", "--overwrite") == 0
+    assert len(read_recording(folder).texts) == 2

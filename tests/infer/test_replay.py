@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,3 +209,125 @@ def test_budgets_rise_and_variants_are_named_once() -> None:
 def test_a_recorded_text_knows_its_group() -> None:
     empty = np.zeros((1, 0), dtype=np.int32)
     assert RecordedText(1, "writing", np.array([1]), 1, empty, empty.astype(np.float32)).group == "mt_bench"
+
+
+# -- damaged recordings, and outputs that can be none ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored(tmp_path_factory.mktemp("whole") / "recording")
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """One to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "recording"))
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], output: str = "o") -> str:
+    """The error of replaying it, with nothing left behind."""
+    output = str(folder.parent / output)
+    assert main(["replay", "--recording", str(folder), "--budgets", "4", "--output", output]) == 2
+    assert not Path(output).is_dir()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"texts": 3}, "texts must be a list of at least one text, got 3"),
+        ({"texts": []}, "texts must be a list of at least one text, got []"),
+        ({"texts": ["x"] * 4}, "texts[0] must be an object, got 'x'"),
+        ({"texts": [{"question_id": 1}] * 4}, "texts[0]: category must be a string, got None"),
+        ({"texts": [{"question_id": [], "category": "qa"}] * 4}, "question_id must be an integer or a string, got []"),
+        ({"settings": "x"}, "settings must be an object, got 'x'"),
+        ({"settings": {}}, "settings: max_new_tokens must be an integer from 1"),
+        ({"settings": {"max_new_tokens": float("nan")}}, "settings: max_new_tokens must be an integer from 1"),
+        ({"settings": {"max_new_tokens": 6}}, "00000.npz is damaged (num_prompt must be at least 1 and leave 1 to 6"),
+        (
+            {"settings": {"max_new_tokens": 30}},
+            "24 tokens follow the prompt, of 30, and the last is no stop id of",
+        ),
+        ({"model": None}, "model must be an object, got None"),
+        ({"model": {"vocab_size": "a", "stop_ids": []}}, "vocab_size must be an integer from 1 to 2**31 - 1, got 'a'"),
+        ({"model": {"vocab_size": 20, "stop_ids": []}}, "00000.npz is damaged (token_ids must be from 0 to 19"),
+        ({"model": {"vocab_size": 96, "stop_ids": 3}}, "stop_ids must be a list of ids, got 3"),
+        ({"model": {"vocab_size": 96, "stop_ids": [], "tokenizer": 3}}, "tokenizer must be a string, got 3"),
+    ],
+)
+def test_a_damaged_meta_json_is_refused_by_its_field(
+    change: dict[str, Any], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some were exceptions of Python's, and replay did not end where max_new_tokens was below a text's."""
+    path = folder / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    error = refused(folder, capsys)
+    assert message in error and str(folder) in error
+
+
+def test_a_recording_that_does_not_say_what_its_model_was_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta["model"]
+    path.write_text(json.dumps(meta))
+    assert f"{path} lacks model" in refused(folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: {"token_ids": a["token_ids"][None]}, "token_ids must be 1-d int32, got 2-d int32"),
+        (lambda a: {"token_ids": a["token_ids"].astype(np.float32)}, "token_ids must be 1-d int32, got 1-d float32"),
+        (lambda a: {"token_ids": a["token_ids"] + 96}, "token_ids must be from 0 to 95"),
+        (lambda a: {"token_ids": a["token_ids"] - 96}, "token_ids must be from 0 to 95"),
+        (lambda a: {"num_prompt": a["token_ids"]}, "num_prompt must be 0-d int32, got 1-d int32"),
+        (lambda a: {"num_prompt": np.int32(0)}, "num_prompt must be at least 1"),
+        (lambda a: {"num_prompt": np.int32(len(a["token_ids"]))}, "num_prompt must be at least 1"),
+        (lambda a: {"top_ids": a["top_ids"] + 1}, "top_ids must be from 0 to 95, got 1 to 96"),
+        (lambda a: {"top_ids": a["top_ids"][:-1]}, "its arrays do not fit each other"),
+        (lambda a: {name: a[name][:, :0] for name in ("top_ids", "top_logprobs")}, "its arrays do not fit each other"),
+        (lambda a: {"top_logprobs": a["top_logprobs"] * np.float32("nan")}, "top_logprobs must be finite"),
+        (lambda a: {name: np.concatenate([a[name]] * 2) for name in list(a) if a[name].ndim}, "leave 1 to 24 of 60"),
+        (
+            lambda a: {name: a[name][:-2] for name in list(a) if a[name].ndim},
+            "22 tokens follow the prompt",
+        ),
+        (lambda a: {"token_ids": np.array([[1], "x"], dtype=object)}, "allow_pickle"),
+    ],
+)
+def test_a_damaged_text_is_refused_by_its_array(
+    change: Any, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some were exceptions of Python's, some were replayed, and some without end."""
+    path = text_path(folder, 1)
+    with np.load(path) as arrays:
+        whole = dict(arrays)
+    np.savez(path, **whole | change(whole))
+    error = refused(folder, capsys)
+    assert f"{path} is damaged" in error and message in error
+
+
+@pytest.mark.parametrize("place", [30, 100])
+def test_a_text_whose_bytes_are_damaged_is_refused(place: int, folder: Path) -> None:
+    """Readers of zip and npy files raise a dozen kinds of exceptions: tokenize's for one in an array's header."""
+    path = text_path(folder, 1)
+    for bit in range(8):
+        content = bytearray(whole := path.read_bytes())
+        content[place] ^= 1 << bit
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"00001\.npz is damaged"):
+            read_recording(folder)
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("output", ["a file", "a file/x"])
+def test_an_output_that_can_be_no_folder_is_refused_before_the_work(
+    output: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speclight.infer.replay.run", lambda *_: pytest.fail("the work was begun"))
+    (folder.parent / "a file").write_text("mine")
+    assert "output must be a folder or a new one" in refused(folder, capsys, output)
+    assert (folder.parent / "a file").read_text() == "mine"

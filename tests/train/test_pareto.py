@@ -308,6 +308,7 @@ def test_a_draft_model_drafts_and_greedy_has_no_z(model, data, tmp_path):
         (["--samples", "2", "--temperature", "0"], "samples must be 1 at temperature 0"),
         (["--batch-size", "0"], "batch_size must be at least 1"),
         (["--temperature", "-1"], "temperature must be"),
+        (["--max-new-tokens", "512"], "max_new_tokens must leave room for a prompt: at most 511"),
         (["--target.rule", "static"], "target.rule is not read here"),
         (["--task", "gsm9k"], "task must be one of"),
         (["--task", "gsm8k"], "the template needs the field 'question'"),
