@@ -45,8 +45,8 @@ from .request import Sequence
 
 MAX_ORDER = 3
 """Longest n-gram that has successors."""
-TAUGHT_BY = 4
-"""Of the places that verification decides, every fourth teaches: more brings nothing that could be measured."""
+TAUGHT_BY = 8
+"""Of the places that verification decides, every eighth teaches: more brings nothing that could be measured."""
 BEST = 0.98
 """No candidate is taken to be likelier than this: bounds what a place can still bring."""
 DEEPER = 0.88
@@ -252,8 +252,8 @@ class AdaptiveTrees:
             node = child
 
     def _classes(self, logits: Tensor) -> list[dict[int, int]]:
-        """Per row its likeliest tokens with the classes of their probabilities, likeliest first."""
-        ids, logprobs = likeliest(logits, self.num_likely)
+        """Per row its likeliest tokens with the classes of their probabilities among themselves, likeliest first."""
+        ids, logprobs = likeliest(logits, self.num_likely, among_them=True)
         return [
             dict(zip(row, [bisect(PROBABILITY_BOUNDS, logprob) for logprob in its_own], strict=True))
             for row, its_own in zip(ids.tolist(), logprobs.tolist(), strict=True)

@@ -48,7 +48,7 @@ drafts of so many nodes or more."""
 GAIN_MEMORY = 0.05
 """Weight of the newest step in the running mean of (rate without chains / rate without any draft)."""
 WEIGHED_EVERY = 8
-"""Steps after which a chain drafter that is not in use is weighed anew."""
+"""Steps after which a chain drafter that is not in use is weighed anew, and other prices that change slowly."""
 
 
 def new_trust() -> Ratio:
@@ -137,6 +137,7 @@ class AutoDrafter(Drafter):
         self._row = ROW_SECONDS
         self._gain = 1.0  # the rate without chains, by that without any draft
         self._promised: dict[int, tuple[int, bool]] = {}  # by number of texts: at which step, whether chains would pay
+        self._bounds: dict[int, tuple[int, float]] = {}  # by number of texts: at which step, what `_hopeless` found
         self._trials: set[int] = set()  # texts that heads are shown as a trial
         self._arms_of: dict[int, list[ChainArm]] = {}  # by text, who can draft for it
         self._reads: dict[int, bool] = {}  # whether a text's prompt is read
@@ -293,11 +294,16 @@ class AutoDrafter(Drafter):
         return sum(exits.num_caught_up for exits in self.exits)
 
     def _hopeless(self, load: Load, most: int) -> float:
-        """The probability at which a node does not pay in any draft of up to `most` nodes."""
+        """The probability at which a node does not pay in any draft of up to `most` nodes; weighed every few steps."""
+        asked, found = self._bounds.get(load.sequences, (-WEIGHED_EVERY, 0.0))
+        if self._steps < asked + WEIGHED_EVERY:
+            return found
         assert self.cost is not None, "attach() makes one"
         fewest = max(load.sequences, LEAST_NODES)
         price = self.cost.node(fewest, most, load.tokens, load.sequences, load.context)
-        return HOPELESS * price * load.sequences / max(self._trust.value, 0.5)
+        found = HOPELESS * price * load.sequences / max(self._trust.value, 0.5)
+        self._bounds[load.sequences] = self._steps, found
+        return found
 
     def _grow(self, sequences: SequenceOf[Sequence], step: _Step) -> dict[int, _Grown]:
         """Trees of the sequences that it has paid for, or that it is time to try again for."""

@@ -105,7 +105,7 @@ class Context(NamedTuple):
 class Estimates:
     """The weights. rate: step of the regression. drift: share of the way back to the prior at each use of a weight."""
 
-    def __init__(self, rate: float = 0.005, drift: float = 0.001, prior: Mapping[str, str] = PRIOR) -> None:
+    def __init__(self, rate: float = 0.01, drift: float = 0.001, prior: Mapping[str, str] = PRIOR) -> None:
         self.rate, self.drift = rate, drift
         self.prior = read_prior(prior)
         self.weights = list(self.prior)

@@ -378,7 +378,7 @@ def test_what_is_next_to_impossible_teaches_nothing_and_all_else_does() -> None:
     assert estimates.weights[0] > before[0], "what came has become likelier"
 
 
-def test_every_fourth_decided_place_teaches() -> None:
+def test_every_eighth_decided_place_teaches() -> None:
     counting = CountingEstimates()
     drafter = LogitSpecDrafter(capacity=8)
     drafter._trees.estimates = counting  # type: ignore[attr-defined]

@@ -439,6 +439,9 @@ def test_the_likeliest_are_those_of_a_full_sort_wherever_they_lie(vocab: int) ->
     torch.testing.assert_close(values, expected.values[:, :12])
     assert ids.tolist() == expected.indices[:, :12].tolist()
     assert likeliest(logits.bfloat16(), 1)[1].dtype == torch.float32
+    same, among = likeliest(logits, 12, among_them=True)
+    assert torch.equal(same, ids)
+    torch.testing.assert_close(among, expected.values[:, :12].log_softmax(-1))
 
 
 def test_the_likeliest_of_many_rows_are_those_of_each_and_of_none_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,6 +449,10 @@ def test_the_likeliest_of_many_rows_are_those_of_each_and_of_none_none(monkeypat
     whole = likeliest(logits, 5)
     monkeypatch.setattr(sampling, "AT_ONCE", 900)  # three rows at once
     assert all(torch.equal(*pair) for pair in zip(likeliest(logits, 5), whole, strict=True))
+    monkeypatch.undo()
+    among = likeliest(logits, 5, among_them=True)
+    monkeypatch.setattr(sampling, "AT_ONCE", 900)
+    assert all(torch.equal(*pair) for pair in zip(likeliest(logits, 5, among_them=True), among, strict=True))
     assert [part.shape for part in likeliest(logits[:0], 5)] == [(0, 5), (0, 5)]
 
 
