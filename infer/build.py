@@ -284,6 +284,7 @@ def prepare(options: EngineOptions, methods: Sequence[str]) -> Prepared:
     source = check_model(source)
     draft_source = None if draft_source is None else check_model(draft_source)
     tokenizer = _tokenizer(source, draft_source, template)
+    _check_memory(options, source)
     prepared = Prepared(options, tuple(dict.fromkeys(methods)), source, tokenizer, draft_source, ensemble=ensemble)
     if options.logitspec.datastore is not None:
         prepared = replace(prepared, datastore=_datastore(options.logitspec.datastore, source, tokenizer))
@@ -468,6 +469,22 @@ def _check_numbers(options: EngineOptions) -> None:
         raise ValueError(f"kv_memory must be a number of GiB above 0, got {options.kv_memory}")
     if options.draft_temperature is not None and not 0 <= options.draft_temperature <= 1e6:
         raise ValueError(f"draft_temperature must be from 0 (greedy) to 1e6, got {options.draft_temperature}")
+
+
+def _check_memory(options: EngineOptions, source: ModelSource) -> None:
+    """Refuse a cache without a single block, where the checkpoint says in which dtype it will be."""
+    import torch
+
+    from ..modules.layered_model import kv_shape
+    from .loading import resolve_dtype, text_config
+    from .memory import blocks_in
+
+    config = text_config(source)
+    dtype = config.dtype if options.dtype == "auto" else resolve_dtype(options.dtype)
+    if options.kv_memory is not None and isinstance(dtype, torch.dtype):
+        heads, size = kv_shape(config)
+        per_token = 2 * config.num_hidden_layers * heads * size * dtype.itemsize
+        blocks_in(options.kv_memory, per_token * options.block_size)
 
 
 def _check_drafters(options: EngineOptions) -> None:

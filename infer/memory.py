@@ -29,13 +29,18 @@ def blocks_within(
     """
     per_block = model.bytes_per_token(extra_layers) * block_size
     if kv_memory is not None:
-        blocks = int(kv_memory * 2**30 // per_block)
-        if blocks < 1:
-            raise ValueError(f"kv_memory must hold a block of {per_block / 2**20:.3g} MiB, got {kv_memory} GiB")
-        return blocks
+        return blocks_in(kv_memory, per_block)
     share = SHARE.get(model.device.type, SHARE["cuda"]) if share is None else share
     enough = max_num_seqs * -(-model.max_positions // block_size)
     return max(1, min(enough, int(_free_memory(model.device) * share // per_block)))
+
+
+def blocks_in(kv_memory: float, per_block: int) -> int:
+    """Blocks of so many bytes in so many GiB. Raises ValueError where not even one fits."""
+    blocks = int(kv_memory * 2**30 // per_block)
+    if blocks < 1:
+        raise ValueError(f"kv_memory must hold a block of {per_block / 2**20:.3g} MiB, got {kv_memory} GiB")
+    return blocks
 
 
 def _free_memory(device: torch.device) -> int:

@@ -114,6 +114,12 @@ def _attention_interface(
 AttentionInterface.register(ATTENTION, _attention_interface)
 
 
+def kv_shape(config: Any) -> tuple[int, int]:
+    """(heads of keys and values, their size) of a layer, from transformers' configuration."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 class LayeredModel(nn.Module):
     """Takes over a transformers causal LM: embed, run any range of layers, logits.
 
@@ -169,11 +175,11 @@ class LayeredModel(nn.Module):
 
     @property
     def num_kv_heads(self) -> int:
-        return getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        return kv_shape(self.config)[0]
 
     @property
     def head_dim(self) -> int:
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        return kv_shape(self.config)[1]
 
     @property
     def device(self) -> torch.device:

@@ -633,6 +633,7 @@ def test_rows_that_end_in_an_error_are_counted_and_the_status_says_so(
         ("--logitspec.capacity", "1000000", "logitspec.capacity must be from 1 to 1024, got 1000000"),
         ("--logitspec.k", "1000000000", "logitspec.k must be from 0 to 1024, got 1000000000"),
         ("--prompt-lookup.num-tokens", "0", "prompt_lookup.num_tokens must be from 1 to 1024, got 0"),
+        ("--kv-memory", "1e-7", "kv_memory must hold a block of "),
         ("--block-size", "100000000", "block_size must be from 1 to 4096, got 100000000"),
         ("--threads", "100000", "threads must be from 1 to 1024, got 100000"),
     ],
