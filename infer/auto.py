@@ -137,8 +137,9 @@ class AutoDrafter(Drafter):
         self._row = ROW_SECONDS
         self._gain = 1.0  # the rate without chains, by that without any draft
         self._promised: dict[int, tuple[int, bool]] = {}  # by number of texts: at which step, whether chains would pay
-        self._bounds: dict[int, tuple[int, float]] = {}  # by number of texts: at which step, what `_hopeless` found
-        self._trials: set[int] = set()  # texts that heads are shown as a trial
+        self._bounds: dict[int, tuple[int, int, float]] = {}  # by number of texts: the step, `most`, what was found
+        self._shown: dict[str, frozenset[Tap]] = {}  # by request, which heads its texts are shown to
+        self._request_of: dict[int, str] = {}  # by text
         self._arms_of: dict[int, list[ChainArm]] = {}  # by text, who can draft for it
         self._reads: dict[int, bool] = {}  # whether a text's prompt is read
         self._running: SequenceOf[Sequence] = ()
@@ -169,9 +170,12 @@ class AutoDrafter(Drafter):
     def taps_of(self, sequence: Sequence, texts: int) -> frozenset[Tap]:
         """All of them where a chain promises to pay, or as a trial; else none, for reading prompts takes time."""
         self._arms_of.pop(sequence.sequence_id, None)
-        taps = self.taps(sequence.params)
-        shown = taps and (self._promises(sequence, texts) or self._is_trial(sequence, taps, texts))
-        return taps if shown else frozenset()
+        request = self._request_of[sequence.sequence_id] = sequence.request_id
+        if request not in self._shown:  # its texts share a prefix only if all are, or none
+            taps = self.taps(sequence.params)
+            shown = taps and (self._promises(sequence, texts) or self._is_trial(sequence, taps, texts))
+            self._shown[request] = taps if shown else frozenset()
+        return self._shown[request]
 
     def _arms_for(self, sequence: Sequence) -> list[ChainArm]:
         """Those that can draft for a text."""
@@ -197,9 +201,8 @@ class AutoDrafter(Drafter):
         """Whether heads see a text only to be tried: once what that takes, the steps and perhaps a prompt that others
         have in the cache, is a small part of the time so far."""
         assert self.cost is not None, "attach() makes one"
-        if sequence.sequence_id in self._trials:
-            return True
-        if sequence.params.n > 1 or self._steps < min(arm.next_probe for arm in self.arms):
+        turn = min(arm.next_probe for arm in self.arms if arm.taps(sequence.params))
+        if sequence.params.n > 1 or self._steps < turn:
             return False
         tokens = len(sequence.token_ids)
         price = self.cost.seconds(tokens) * (1.0 + sum(1.0 / tap.exits.num_layers for tap in taps))
@@ -207,7 +210,6 @@ class AutoDrafter(Drafter):
         if self._probing + price + steps > PROBING_SHARE * self._served:
             return False
         self._probing += price
-        self._trials.add(sequence.sequence_id)
         return True
 
     def default_draft_tokens(self) -> int:
@@ -262,7 +264,9 @@ class AutoDrafter(Drafter):
     def release(self, sequence_id: int) -> None:
         self._patience.pop(sequence_id, None)
         self._reads.pop(sequence_id, None)
-        self._trials.discard(sequence_id)
+        request = self._request_of.pop(sequence_id, None)
+        if request is not None and request not in self._request_of.values():
+            del self._shown[request]
         self._arms_of.pop(sequence_id, None)
         self._new.discard(sequence_id)
         for part in self.parts:
@@ -295,14 +299,14 @@ class AutoDrafter(Drafter):
 
     def _hopeless(self, load: Load, most: int) -> float:
         """The probability at which a node does not pay in any draft of up to `most` nodes; weighed every few steps."""
-        asked, found = self._bounds.get(load.sequences, (-WEIGHED_EVERY, 0.0))
-        if self._steps < asked + WEIGHED_EVERY:
+        asked, of, found = self._bounds.get(load.sequences, (-WEIGHED_EVERY, 0, 0.0))
+        if self._steps < asked + WEIGHED_EVERY and most <= of:
             return found
         assert self.cost is not None, "attach() makes one"
         fewest = max(load.sequences, LEAST_NODES)
         price = self.cost.node(fewest, most, load.tokens, load.sequences, load.context)
         found = HOPELESS * price * load.sequences / max(self._trust.value, 0.5)
-        self._bounds[load.sequences] = self._steps, found
+        self._bounds[load.sequences] = self._steps, most, found
         return found
 
     def _grow(self, sequences: SequenceOf[Sequence], step: _Step) -> dict[int, _Grown]:

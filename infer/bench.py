@@ -161,7 +161,7 @@ def bench(options: BenchOptions) -> None:
     folder = Path(options.output)
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(folder / "rows.jsonl", _settings(prepared, options), options.overwrite)
+    ledger = Ledger(folder / "rows.jsonl", _settings(options), options.overwrite)
     try:
         engine = build_engine(prepared)
         items, left_out = make_items(engine, questions, options.turns, chat, options.max_new_tokens)
@@ -203,9 +203,9 @@ def _check(options: BenchOptions) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def _settings(prepared: Prepared, options: BenchOptions) -> dict[str, Any]:
+def _settings(options: BenchOptions) -> dict[str, Any]:
     """What shapes the rows: the options, the data, and where it runs."""
-    from .bundles import content_digests, digest, weights_digest
+    from .bundles import content_digests, digest
 
     settings = asdict(options)
     for name in ("output", "overwrite", "cache_dir"):
@@ -213,7 +213,7 @@ def _settings(prepared: Prepared, options: BenchOptions) -> dict[str, Any]:
     for name, found in content_digests(options).items():
         group, _, leaf = name.rpartition(".")
         (settings[group] if group else settings)[leaf] = found
-    settings |= {"data": digest(options.data), "weights": weights_digest(prepared.source)}
+    settings["data"] = digest(options.data)
     return settings | {"versions": versions(), "processor": processor_name()}
 
 

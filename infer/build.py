@@ -34,7 +34,7 @@ METHODS = (
 )
 AUTO = "auto"
 MAX_THREADS, MAX_BLOCK_SIZE = 1024, 4096
-"""More help nobody."""
+"""More would help nobody."""
 
 
 def option(default: Any, help: str, **more: Any) -> Any:

@@ -14,7 +14,7 @@ from ..modules.bundle import HeadBundle, fingerprint_checkpoint
 from ..modules.checksums import SUMS
 from ..modules.exit_heads import KIND, default_layers
 from .exits import EarlyExits
-from .sources import ModelSource
+from .sources import ModelSource, find_model
 
 if TYPE_CHECKING:
     from .build import EngineOptions
@@ -49,7 +49,9 @@ def content_digests(options: EngineOptions) -> dict[str, str]:
         "target.head": options.target.head,
         "logitspec.datastore": options.logitspec.datastore,
     }
+    models = {"weights": options.model, "draft_weights": options.draft_model}
     found = {name: bundle_digest(folder) for name, folder in folders.items() if folder is not None}
+    found |= {name: weights_digest(options, model) for name, model in models.items() if model is not None}
     return found if options.chat_template is None else found | {"chat_template": digest(options.chat_template)}
 
 
@@ -88,9 +90,12 @@ def default_exits(exits: EarlyExits) -> tuple[int, int]:
     return draft, min(verify, exits.num_layers)
 
 
-def weights_digest(source: ModelSource) -> str:
-    """Tells the weights of one model from those of another in the same place; empty for pickles."""
+def weights_digest(options: EngineOptions, model: str) -> str:
+    """Tells the weights of one model from those of another in the same place; empty for pickles, and for hub ids."""
+    source = find_model(model, options.allow_pickle, options.trust_remote_code, options.cache_dir)
     place = source.converted or Path(source.location)
+    if not place.is_dir() and source.converted is None:
+        return ""
     if source.converted is not None or place != Path(source.name).expanduser():
         return place.name  # a GGUF file's conversion is named after the file as it is
     return (base_fingerprint(source) or "")[:16]

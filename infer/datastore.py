@@ -254,7 +254,8 @@ def check_output(folder: Path, overwrite: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output {str(folder)!r} is a file; it must be a folder")
-    parent = next(path for path in folder.resolve().parents if path.exists())
+    whole = folder.resolve()
+    parent = next((path for path in whole.parents if path.exists()), whole)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"output folder {str(folder)!r} cannot be made: {str(parent)!r} is no folder to write into")
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()

@@ -165,7 +165,8 @@ class DraftModelDrafter(Drafter):
         """Settle what the last proposal left; None when there is nothing it can draft with."""
         self._settle(state, sequence)
         if not state.table.blocks:
-            self.cache.match_prefix(state.table, sequence.token_ids)
+            certain = len(sequence.token_ids) - sequence.num_tentative
+            self.cache.match_prefix(state.table, sequence.token_ids[: certain + 1])  # never the last of these
         room = self.model.max_positions - len(sequence.token_ids) + 1  # the last draft is not run
         length = min(sequence.draft_tokens, sequence.max_depth, room)
         bonus = self.target_rule.bonus and 1 <= length < room

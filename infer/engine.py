@@ -280,6 +280,8 @@ class Engine:
         self._observe(steps, verdicts, states, logits)
         observed = time.perf_counter()
         chunks += self._commit(steps, verdicts, logits)
+        for exits in self.exits:
+            self.stats.record_work(exits.take_work())
         ended = time.perf_counter()
         self.stats.record_step(
             seconds=ended - started,
@@ -359,8 +361,6 @@ class Engine:
         ran = run_segments(self.model, self.cache, shares, batch, self.model.num_layers)
         work = {"full": ran.layer_tokens, "prefill": ran.prefill_layer_tokens, "passes": ran.layer_passes}
         self.stats.record_work(work)
-        for exits in self.exits:
-            self.stats.record_work(exits.take_work())
         started = time.perf_counter()
         self._show_context(ran.hidden, batch, steps)
         reading = time.perf_counter() - started

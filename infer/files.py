@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def read_text(option: str, path: str | Path) -> str:
@@ -18,6 +18,11 @@ def read_text(option: str, path: str | Path) -> str:
         raise ValueError(f"{option} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {path} is not UTF-8 text ({error})") from error
+
+
+def noted(settings: Mapping[str, Any], name: str) -> str:
+    """A setting as it was noted beside results; older versions did not note all."""
+    return f"{name}={settings[name]!r}" if name in settings else f"no note of {name}"
 
 
 def check_output_file(path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from .build import check_method, did_you_mean
-from .files import check_output_file, check_unlocked, one_at_a_time, open_locked, replace_file
+from .files import check_output_file, check_unlocked, noted, one_at_a_time, open_locked, replace_file
 from .jsonl import parse_row, read_jsonl
 from .request import Completion, GenerationParams, Prompt, StreamChunk
 
@@ -232,7 +232,7 @@ class Results:
         for name in sorted({*before, *now}):
             if before.get(name) != now.get(name):
                 raise ValueError(
-                    f"{self.path} was written with {name}={before.get(name)!r}, now it is {now.get(name)!r}; "
+                    f"{self.path} was written with {noted(before, name)}, now it is {now.get(name)!r}; "
                     "use another --output, or --overwrite to begin anew"
                 )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .compare import first_difference, logit_gap, token_at
-from .files import check_unlocked, one_at_a_time, open_locked
+from .files import check_unlocked, noted, one_at_a_time, open_locked
 from .jsonl import parse_row
 from .questions import Item
 from .summary import Difference, Output, Run, compared_outputs
@@ -97,7 +97,7 @@ class RowFile:
     def _take(self, row: Mapping[str, Any], where: str) -> None:
         try:
             self.take(row)
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: not a row that this command wrote; {ANEW}") from error
         self.num_rows += 1
 
@@ -112,7 +112,7 @@ class RowFile:
         for name in sorted({*before, *now}):
             if before.get(name) != now.get(name):
                 raise ValueError(
-                    f"{self._path} was measured with {name}={before.get(name)!r}, now it is {now.get(name)!r}; {ANEW}"
+                    f"{self._path} was measured with {noted(before, name)}, now it is {now.get(name)!r}; {ANEW}"
                 )
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -126,7 +126,7 @@ class RowFile:
         self.num_rows += 1
 
     def close(self) -> None:
-        """An empty file goes."""
+        """A file goes to which nothing was ever added: what a refused run was asked for must not bind the next."""
         with one_at_a_time(self._path.parent):
             if not os.fstat(self._file.fileno()).st_size:
                 self._path.unlink(missing_ok=True)

@@ -41,7 +41,7 @@ def read_questions(path: str | Path) -> list[Question]:
 
 def _read_question(where: str, row: Mapping[str, Any]) -> Question:
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "question_id": (_is_id, "a number or a string"),
+        "question_id": (_is_id, "an integer or a string"),
         "category": (lambda value: isinstance(value, str), "a string"),
         "turns": (
             lambda value: isinstance(value, list) and value != [] and all(map(_is_text, value)),

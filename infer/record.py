@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .build import EngineOptions, build_engine, option, prepare
-from .files import held_folder
+from .files import held_folder, noted
 from .questions import Item, Question, check_room, make_items, read_questions, select
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def record(options: RecordOptions) -> None:
     chat = prepared.is_chat(options.chat)
     _check_prompts(prepared, questions, chat, options.max_new_tokens)
     folder = Path(options.output)
-    meta = _meta(prepared, options, questions)
+    meta = _meta(options, questions)
     _check_folder(folder, meta, options.overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     with held_folder(folder):
@@ -102,12 +102,12 @@ def _check_prompts(prepared: Prepared, questions: Sequence[Question], chat: bool
             )
 
 
-def _meta(prepared: Prepared, options: RecordOptions, questions: Sequence[Question]) -> dict[str, Any]:
+def _meta(options: RecordOptions, questions: Sequence[Question]) -> dict[str, Any]:
     """What shapes a recording; it may not change while one is being filled."""
-    from .bundles import content_digests, digest, weights_digest
+    from .bundles import content_digests, digest
 
     settings = {name: getattr(options, name) for name in ("dtype", "max_new_tokens", "top_k", "chat")}
-    settings |= {"model": Path(options.model).name, "weights": weights_digest(prepared.source)}
+    settings["model"] = Path(options.model).name
     settings |= {"data": Path(options.data).name, "data_digest": digest(options.data)} | content_digests(options)
     texts = [{"question_id": q.question_id, "category": q.category} for q in questions]
     return {"settings": settings, "texts": texts}
@@ -127,7 +127,7 @@ def _check_folder(folder: Path, now: Mapping[str, Any], overwrite: bool) -> None
     for name, value in now["settings"].items():
         if before["settings"].get(name) != value:
             raise ValueError(
-                f"{folder} was recorded with {name}={before['settings'].get(name)!r}, now it is {value!r}; "
+                f"{folder} was recorded with {noted(before['settings'], name)}, now it is {value!r}; "
                 "use another --output, or --overwrite to begin anew"
             )
     if before["texts"] != now["texts"]:

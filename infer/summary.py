@@ -60,6 +60,10 @@ class Run:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Run:
+        """Raises KeyError or TypeError for what is no run."""
+        numbers = (values["unit"], values["repeat"], values["seconds"])
+        if not all(type(value) in (int, float) for value in numbers) or not isinstance(values["method"], str):
+            raise TypeError("unit, repeat and seconds must be numbers, and method a name")
         return cls(**{**values, "outputs": [Output(**output) for output in values["outputs"]]})
 
 

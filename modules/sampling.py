@@ -173,7 +173,8 @@ def likeliest(
 ) -> tuple[Int[Tensor, "rows k"], Float[Tensor, "rows k"]]:
     """The k most likely ids of each row, best first, and their log-probabilities in at least float32.
 
-    among_them: as if there were no others. That is too much by what the others have, and saves reading all once more.
+    among_them: as if there were no others. They come out too high by what the others have, and a pass over the row is
+    saved.
 
     With the vocabulary folded into DEEP layers, the best k lie in the k columns with the greatest maxima: one pass at
     the speed of memory and a sort of few, where torch.topk over 49152 logits takes several times as long on a CPU. Of

@@ -256,7 +256,7 @@ def _measure(plan: Plan, rows: Any) -> tuple[Engine, list[Item], dict[int, str]]
 def _settings(plan: Plan) -> dict[str, Any]:
     """What shapes the rows: the options, the data, the heads, and where it runs."""
     from ..infer.bench import processor_name, versions
-    from ..infer.bundles import bundle_digest
+    from ..infer.bundles import bundle_digest, content_digests
 
     settings = asdict(plan.options)
     for name in ("output", "overwrite", "cache_dir", "rules", "weights", "leniences", "alphas", "target"):
@@ -264,8 +264,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     settings["arms"] = [arm.name for arm in plan.arms]
     settings["heads"] = [bundle_digest(folder) for folder in plan.options.heads]
     settings["max_tv"] = plan.options.target.max_tv
-    bundle = plan.prepared.options.bundle
-    settings["bundle"] = None if bundle is None else bundle_digest(bundle)
+    settings |= {"bundle": None} | content_digests(plan.prepared.options)
     settings["early_exit"] = asdict(plan.prepared.options.early_exit)
     settings["data"] = hashlib.sha256(repr([prompt.row for prompt in plan.prompts]).encode()).hexdigest()[:16]
     return settings | {"versions": versions(), "processor": processor_name()}

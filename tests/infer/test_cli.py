@@ -644,3 +644,27 @@ def test_sizes_beyond_use_are_refused_before_weights_are_read(
     model = save_tiny(tmp_path)
     (model / "model.safetensors").write_bytes(b"not weights")
     assert message in refused(capsys, "generate", "--model", str(model), "--prompt", "a", flag, value)
+
+
+def test_answers_of_other_weights_in_the_same_place_are_not_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, source, output = save_tiny(tmp_path / "m"), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
+    flags = [
+        "generate",
+        "--model",
+        str(model),
+        "--input",
+        str(source),
+        "--output",
+        str(output),
+        "--max-new-tokens",
+        "3",
+    ]
+    assert main(flags) == 0
+    first, _ = output.read_text().splitlines()
+    output.write_text(first + "\n")
+    save_tiny(model, seed=1)
+    assert "was written with weights=" in refused(capsys, *flags)
+    assert output.read_text() == first + "\n"

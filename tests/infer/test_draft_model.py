@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from speclight.infer.draft_model import DraftModelDrafter
 from speclight.infer.engine import Engine
-from speclight.infer.request import Completion, GenerationParams
+from speclight.infer.request import Completion, GenerationParams, Sequence
 from speclight.infer.verify import FALSE_ALARM, chi_square, exact_cells
 from support import TableLM, random_table, tiny_lm
 
@@ -100,3 +102,27 @@ def test_texts_that_take_turns_keep_the_targets_law() -> None:
 
     cells = exact_cells(next_probs, 3, len(results))
     assert chi_square(cells, [result.token_ids[:3] for result in results])[0] > FALSE_ALARM
+
+
+def test_tentative_tokens_are_not_taken_for_text_because_another_text_has_them() -> None:
+    """A draft under an intermediate layer that lost its room finds the blocks of a text that went on as it only may."""
+    draft = DraftModelDrafter(tiny_lm(), num_tokens=2, num_blocks=40, block_size=4)
+    draft.attach(tiny_lm(), None)
+    known, text = list(range(1, 17)), list(range(1, 6))
+    sequences = [sequence_of(known, 0), sequence_of([*text, *known[5:13]], 1, num_tentative=8)]
+    draft.propose(sequences[:1])
+    draft.propose([replace(sequences[0], token_ids=[*known, 17])])  # its text is now in the cache
+    (tree,) = draft.propose(sequences[1:])
+    assert len(tree) == 3 and draft._states[1].table.length <= 5
+    turned_down = replace(sequences[1], token_ids=[*text, 90], num_tentative=0)
+    (tree,) = draft.propose([turned_down])
+    fresh = DraftModelDrafter(tiny_lm(), num_tokens=2, num_blocks=40, block_size=4)
+    fresh.attach(tiny_lm(), None)
+    assert tree.token_ids == fresh.propose([turned_down])[0].token_ids
+
+
+def sequence_of(token_ids: list[int], number: int, **fields) -> Sequence:
+    generators = torch.Generator(), torch.Generator()
+    params = GenerationParams(max_new_tokens=40)
+    one = Sequence(number, f"request-{number}", params, token_ids, 5, *generators, draft_tokens=2, max_depth=9)
+    return replace(one, **fields)

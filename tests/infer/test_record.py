@@ -131,14 +131,18 @@ def test_a_prompt_that_cannot_run_is_named_by_its_question(model, tmp_path, caps
     assert not (tmp_path / "o").exists()
 
 
-def test_a_refused_run_neither_loses_a_recording_nor_binds_the_next(model, data, tmp_path, capsys) -> None:
-    """A cache too small is found out only once the weights are there."""
-    folder = tmp_path / "recording"
-    assert record(model, data, folder, "--limit", "2", "--kv-memory", "1e-7") == 2
+def test_a_refused_run_neither_loses_a_recording_nor_binds_the_next(model, data, tmp_path, capsys, monkeypatch) -> None:
+    """That a cache has no room for a prompt is found out only once the weights are there."""
+    folder, items = tmp_path / "recording", "speclight.infer.record.make_items"
+    with monkeypatch.context() as small:
+        small.setattr(items, lambda *_: ([], {3: "no room"}))
+        assert record(model, data, folder, "--limit", "2") == 2
+        assert "question_id 3 cannot be recorded: no room" in capsys.readouterr().err
     assert record(model, data, folder, "--limit", "2", "--top-k", "4") == 0
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert record(model, data, folder, "--limit", "1", "--overwrite", "--kv-memory", "1e-7") == 2
-    assert "kv_memory" in capsys.readouterr().err
+    monkeypatch.setattr(items, lambda *_: ([], {3: "no room"}))
+    assert record(model, data, folder, "--limit", "1", "--overwrite") == 2
+    assert "a larger kv_memory helps" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
 
