@@ -91,7 +91,8 @@ class _Round:
 class HierarchicalDrafter(Drafter):
     """Proposes windows of at least `window` tokens (N_i) that layer `exit_layer` (L_i) stands behind.
 
-    inner: where its drafts come from, at or below that layer: an EarlyExitDrafter for HiSpec, or a lookup.
+    inner: where its drafts come from, at or below that layer: an EarlyExitDrafter for HiSpec, a lookup, a draft model.
+        With one that learns from other texts (LogitSpec's adaptive trees) which text a seed gives depends on those.
     inner_tokens: size of the inner proposals (N_d), None takes the inner drafter's own. head, exits: see
     EarlyExitDrafter. wait: share of a batch's windows that must be full before all are handed on; 1 waits for each.
 
