@@ -121,6 +121,8 @@ class AutoDrafter(Drafter):
         if not self.parts:
             raise ValueError("auto needs a drafter to choose, got none")
         self.tree, self.bound, self.cost, self.clock = tree, bound, cost, clock
+        if self.arms:
+            self.about_seeds = "auto drafts for texts with seeds by trees alone: its chains were not used"
         self.exits = tuple(dict.fromkeys(exits for part in self.parts for exits in part.exits))
         self._clear()
 
@@ -140,7 +142,6 @@ class AutoDrafter(Drafter):
         self._bounds: dict[int, tuple[int, int, float]] = {}  # by number of texts: the step, `most`, what was found
         self._shown: dict[str, frozenset[Tap]] = {}  # by request, which heads its texts are shown to
         self._request_of: dict[int, str] = {}  # by text
-        self._arms_of: dict[int, list[ChainArm]] = {}  # by text, who can draft for it
         self._reads: dict[int, bool] = {}  # whether a text's prompt is read
         self._running: SequenceOf[Sequence] = ()
         self._step: _Step | None = None
@@ -169,21 +170,16 @@ class AutoDrafter(Drafter):
 
     def taps_of(self, sequence: Sequence, texts: int) -> frozenset[Tap]:
         """All of them where a chain promises to pay, or as a trial; else none, for reading prompts takes time."""
-        self._arms_of.pop(sequence.sequence_id, None)
         request = self._request_of[sequence.sequence_id] = sequence.request_id
         if request not in self._shown:  # its texts share a prefix only if all are, or none
             taps = self.taps(sequence.params)
-            shown = taps and (self._promises(sequence, texts) or self._is_trial(sequence, taps, texts))
+            shown = taps and (self._promises(sequence, texts) or self._begins_trial(sequence, taps, texts))
             self._shown[request] = taps if shown else frozenset()
         return self._shown[request]
 
     def _arms_for(self, sequence: Sequence) -> list[ChainArm]:
         """Those that can draft for a text."""
-        found = self._arms_of.get(sequence.sequence_id)
-        if found is None:
-            found = [arm for arm in self._chains_for(sequence.params) if arm.sees(sequence)]
-            self._arms_of[sequence.sequence_id] = found
-        return found
+        return [arm for arm in self._chains_for(sequence.params) if arm.sees(sequence)]
 
     def _promises(self, sequence: Sequence, texts: int) -> bool:
         """Whether among so many texts a chain would be faster than what is done without."""
@@ -197,7 +193,7 @@ class AutoDrafter(Drafter):
         self._promised[texts] = self._steps, found
         return found
 
-    def _is_trial(self, sequence: Sequence, taps: frozenset[Tap], texts: int) -> bool:
+    def _begins_trial(self, sequence: Sequence, taps: frozenset[Tap], texts: int) -> bool:
         """Whether heads see a text only to be tried: once what that takes, the steps and perhaps a prompt that others
         have in the cache, is a small part of the time so far."""
         assert self.cost is not None, "attach() makes one"
@@ -267,7 +263,6 @@ class AutoDrafter(Drafter):
         request = self._request_of.pop(sequence_id, None)
         if request is not None and request not in self._request_of.values():
             del self._shown[request]
-        self._arms_of.pop(sequence_id, None)
         self._new.discard(sequence_id)
         for part in self.parts:
             part.release(sequence_id)

@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,13 +40,6 @@ PEERS = {
     CONTINUOUS_PEER: (CONTINUOUS_PEER,),
 }
 """--peers values, and the rows that each stands for."""
-
-
-SEEDED = {
-    "auto": "sampled texts have seeds here, and auto drafts for those by trees alone: its chains were not used",
-    "hispec": "sampled texts have seeds here, and for those hispec waits for each window, which costs time",
-}
-"""What a reader must know of methods that treat texts with seeds otherwise."""
 
 
 @dataclass(kw_only=True)
@@ -257,7 +250,7 @@ def _header(
         **circumstances(engine),
     }
     title = f"speclight bench: {Path(options.model).name}, {dtype}, batch {options.batch_size}"
-    flags = list(_flags(options, {name.partition(":")[0] for name in methods}, dtype, left_out, len(groups)))
+    flags = list(_flags(options, engine, dtype, left_out, len(groups)))
     return Header(title, methods, NEAR_TIE[dtype], options.temperature == 0.0, facts, flags)
 
 
@@ -283,13 +276,13 @@ def shown(argument: str) -> str:
 
 
 def _flags(
-    options: BenchOptions, methods: Collection[str], dtype: str, left_out: Mapping[int | str, str], num_groups: int
+    options: BenchOptions, engine: Engine, dtype: str, left_out: Mapping[int | str, str], num_groups: int
 ) -> Iterator[str]:
     if options.ignore_eos:
         yield "ignore_eos was set: texts go on past their end, so MAT and acceptance are not valid"
     if options.temperature != 0.0:
         yield "texts were sampled, so they are not compared with plain decoding"
-        yield from (SEEDED[method] for method in SEEDED if method in methods)
+        yield from (drafter.about_seeds for drafter in engine.drafters.values() if drafter.about_seeds is not None)
     elif dtype in ("bfloat16", "float16"):
         yield f"in {dtype} rounding decides near-ties: texts may part from plain decoding there; each place is listed"
     if options.batch_size > 1 and num_groups > 1:

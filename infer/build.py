@@ -475,15 +475,14 @@ def _check_memory(options: EngineOptions, source: ModelSource) -> None:
     """Refuse a cache without a single block, where the checkpoint says in which dtype it will be."""
     import torch
 
-    from ..modules.layered_model import kv_shape
+    from ..modules.layered_model import kv_bytes_per_token
     from .loading import resolve_dtype, text_config
     from .memory import blocks_in
 
     config = text_config(source)
     dtype = config.dtype if options.dtype == "auto" else resolve_dtype(options.dtype)
     if options.kv_memory is not None and isinstance(dtype, torch.dtype):
-        heads, size = kv_shape(config)
-        per_token = 2 * config.num_hidden_layers * heads * size * dtype.itemsize
+        per_token = kv_bytes_per_token(config, config.num_hidden_layers, dtype)
         blocks_in(options.kv_memory, per_token * options.block_size)
 
 

@@ -68,6 +68,8 @@ class Drafter:
     """Whether proposals come from lookups, labelled "ngram" where one matched; statistics then count retrieval hits."""
     target_rule: TargetRule = Exact()
     """What its proposals are verified against. A lossy rule wants `keep_probs` of a pipeline, and perhaps a bonus."""
+    about_seeds: str | None = None
+    """What it does otherwise for texts that are sampled with a seed, for those who read results of such."""
     exits: tuple[EarlyExits, ...] = ()
     """The target's early exits that it uses; the engine attaches them first, and collects the work they count."""
 

@@ -124,8 +124,7 @@ class Engine:
         self.model, self.tokenizer, self.strict = model, tokenizer, strict
         self.drafters = {Drafter.name: Drafter()} | _by_name(drafters)
         self.default_method = self._known_method(default_method)
-        if draft_tokens is not None and not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
-            raise ValueError(f"draft_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {draft_tokens}")
+        _check_sizes(draft_tokens, max_length)
         self.draft_tokens = draft_tokens
         self.watchers: list[Callable[[list[Observation]], None]] = []
         self.exits = list(dict.fromkeys(exits for drafter in self.drafters.values() for exits in drafter.exits))
@@ -141,10 +140,7 @@ class Engine:
             drafter.attach(model, self.cache)
         for method, drafter in self.drafters.items():
             self.verify_against(method, target_rule or drafter.target_rule)
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length must be at least 1, got {max_length}")
-        longest = min(model.max_positions, self.cache.num_slots)
-        self.max_length = longest if max_length is None else min(max_length, longest)
+        self.max_length = min(max_length or model.max_positions, model.max_positions, self.cache.num_slots)
         self._intake = Intake(tokenizer, model.vocab_size, self.max_length)
         self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, self._bounds, self._scratch, self._start)
         self.stats = EngineStats()
@@ -636,6 +632,13 @@ class Engine:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"method {method!r} is not loaded; valid here: {', '.join(self.drafters)}{hint}")
         return method
+
+
+def _check_sizes(draft_tokens: int | None, max_length: int | None) -> None:
+    if draft_tokens is not None and not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"draft_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {draft_tokens}")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length must be at least 1, got {max_length}")
 
 
 def _by_name(drafters: SequenceOf[Drafter]) -> dict[str, Drafter]:

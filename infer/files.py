@@ -20,9 +20,18 @@ def read_text(option: str, path: str | Path) -> str:
         raise ValueError(f"{option} {path} is not UTF-8 text ({error})") from error
 
 
-def noted(settings: Mapping[str, Any], name: str) -> str:
-    """A setting as it was noted beside results; older versions did not note all."""
-    return f"{name}={settings[name]!r}" if name in settings else f"no note of {name}"
+ANEW = "use another --output, or --overwrite to begin anew"
+
+
+def check_same(made: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ValueError where what was noted beside results is not what shapes them now.
+
+    made: `out.jsonl was written`.
+    """
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            noted = f"{name}={before[name]!r}" if name in before else f"no note of {name}"
+            raise ValueError(f"{made} with {noted}, now it is {now.get(name)!r}; {ANEW}")
 
 
 def check_output_file(path: Path) -> None:

@@ -102,6 +102,8 @@ class HierarchicalDrafter(Drafter):
     Raises ValueError, when it is given to an engine, for an exit layer that the model does not have.
     """
 
+    about_seeds = "hispec waits for each window of a text with a seed, which costs time"
+
     def __init__(
         self,
         inner: Drafter,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from .build import check_method, did_you_mean
-from .files import check_output_file, check_unlocked, noted, one_at_a_time, open_locked, replace_file
-from .jsonl import parse_row, read_jsonl
+from .files import ANEW, check_output_file, check_same, check_unlocked, one_at_a_time, open_locked, replace_file
+from .jsonl import is_key, parse_row, read_jsonl
 from .request import Completion, GenerationParams, Prompt, StreamChunk
 
 PROMPT_KINDS = ("prompt", "messages", "token_ids")
@@ -83,15 +83,11 @@ def _read_job(where: str, row: Mapping[str, Any], defaults: GenerationParams, se
 def _key(row: Mapping[str, Any], fingerprint: str, seen: Counter[str]) -> str | int:
     key = row.get("id")
     if key is not None:
-        if not _is_key(key):
+        if not is_key(key):
             raise ValueError(f"id must be a string or an integer, got {key!r}")
         return key
     seen[fingerprint] += 1  # the same row twice is two prompts
     return f"{fingerprint}-{seen[fingerprint]}"
-
-
-def _is_key(value: Any) -> bool:
-    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
@@ -216,7 +212,7 @@ class Results:
             raise ValueError(
                 f"{self.path} exists and was not written by this command; use another --output or --overwrite"
             )
-        self._check_settings(self._settings_before(), settings)
+        check_same(f"{self.path} was written", self._settings_before(), settings)
         *lines, _torn = self.path.read_bytes().split(b"\n")  # empty where the last line is complete
         rows = [parse_row(line, f"{self.path}:{number}") for number, line in enumerate(lines, start=1)]
         self._check_inputs(rows)
@@ -226,20 +222,12 @@ class Results:
         try:
             return parse_row(self.sidecar.read_bytes(), str(self.sidecar), "settings")
         except ValueError as error:
-            raise ValueError(f"{error}; use another --output, or --overwrite to begin anew") from error
-
-    def _check_settings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
-                raise ValueError(
-                    f"{self.path} was written with {noted(before, name)}, now it is {now.get(name)!r}; "
-                    "use another --output, or --overwrite to begin anew"
-                )
+            raise ValueError(f"{error}; {ANEW}") from error
 
     def _check_inputs(self, rows: Iterable[Mapping[str, Any]]) -> None:
         jobs = {job.key: job for job in self.jobs}
         for number, row in enumerate(rows, start=1):
-            if "input" not in row or not _is_key(row.get("id")):
+            if "input" not in row or not is_key(row.get("id")):
                 raise ValueError(f"{self.path}:{number}: not a result of this command; use another --output")
             job = jobs.get(row["id"])
             if job is not None and job.fingerprint != row["input"]:

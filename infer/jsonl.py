@@ -21,6 +21,11 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield where, parse_row(line, where)
 
 
+def is_key(value: Any) -> bool:
+    """Whether it can be the id of a row: a string or an integer."""
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
 def parse_row(line: bytes, where: str, what: str = "a row") -> dict[str, Any]:
     """One line's JSON object, or a file's. Raises ValueError that begins with `where`."""
     try:

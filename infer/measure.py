@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .compare import first_difference, logit_gap, token_at
-from .files import check_unlocked, noted, one_at_a_time, open_locked
+from .files import ANEW, check_same, check_unlocked, one_at_a_time, open_locked
 from .jsonl import parse_row
 from .questions import Item
 from .summary import Difference, Output, Run, compared_outputs
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .request import GenerationParams
 
 WARM_UP_TOKENS = 16
-ANEW = "use another --output, or --overwrite to begin anew"
 
 T = TypeVar("T")
 
@@ -108,12 +107,7 @@ class RowFile:
     def _check_settings(self, before: Any, where: str) -> None:
         if not isinstance(before, dict):
             raise ValueError(f"{where}: the first line must hold the settings of the rows, and does not; {ANEW}")
-        now = self._settings
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
-                raise ValueError(
-                    f"{self._path} was measured with {noted(before, name)}, now it is {now.get(name)!r}; {ANEW}"
-                )
+        check_same(f"{self._path} was measured", before, self._settings)
 
     def append(self, row: Mapping[str, Any]) -> None:
         lines = [row]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .jsonl import read_jsonl
+from .jsonl import is_key, read_jsonl
 from .summary import REFERENCE, group_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def read_questions(path: str | Path) -> list[Question]:
 
 def _read_question(where: str, row: Mapping[str, Any]) -> Question:
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "question_id": (_is_id, "an integer or a string"),
+        "question_id": (is_key, "an integer or a string"),
         "category": (lambda value: isinstance(value, str), "a string"),
         "turns": (
             lambda value: isinstance(value, list) and value != [] and all(map(_is_text, value)),
@@ -55,10 +55,6 @@ def _read_question(where: str, row: Mapping[str, Any]) -> Question:
                 f"{where}: {name} must be {wanted}, got {value!r}; rows of Spec-Bench's format have {', '.join(checks)}"
             )
     return Question(row["question_id"], row["category"], tuple(row["turns"]))
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int | str) and not isinstance(value, bool)
 
 
 def _is_text(value: Any) -> bool:

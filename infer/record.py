@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .build import EngineOptions, build_engine, option, prepare
-from .files import held_folder, noted
+from .files import ANEW, check_same, held_folder
 from .questions import Item, Question, check_room, make_items, read_questions, select
 
 if TYPE_CHECKING:
@@ -124,14 +124,9 @@ def _check_folder(folder: Path, now: Mapping[str, Any], overwrite: bool) -> None
     if overwrite:
         return
     before = read_meta(folder)
-    for name, value in now["settings"].items():
-        if before["settings"].get(name) != value:
-            raise ValueError(
-                f"{folder} was recorded with {noted(before['settings'], name)}, now it is {value!r}; "
-                "use another --output, or --overwrite to begin anew"
-            )
+    check_same(f"{folder} was recorded", before["settings"], now["settings"])
     if before["texts"] != now["texts"]:
-        raise ValueError(f"{folder} holds other questions; use another --output, or --overwrite to begin anew")
+        raise ValueError(f"{folder} holds other questions; {ANEW}")
 
 
 def _missing(folder: Path, count: int) -> list[int]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .files import replace_file
+from .jsonl import is_key
 from .summary import group_of
 
 META, FORMAT = "meta.json", 1
@@ -33,7 +34,7 @@ def _is_count(value: Any) -> bool:
 SETTINGS: Rules = {"max_new_tokens": (_is_count, "an integer from 1 to 2**31 - 1")}
 TEXTS: Rules = {"texts": (lambda value: isinstance(value, list) and bool(value), "a list of at least one text")}
 TEXT: Rules = {
-    "question_id": (lambda value: type(value) in (int, str), "an integer or a string"),
+    "question_id": (is_key, "an integer or a string"),
     "category": (lambda value: isinstance(value, str), "a string"),
 }
 MODEL: Rules = {

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .request import Sequence as RunningText
     from .stats import SequenceStats
 
-LARGEST_BUDGET = 1024
-
 
 @dataclass(kw_only=True)
 class ReplayOptions:
@@ -136,10 +134,12 @@ def _names(texts: Sequence[str]) -> list[str]:
 
 def parse_budgets(texts: Sequence[str]) -> list[int]:
     """Rising. Raises ValueError for what is no size of a proposal."""
+    from .intake import MAX_DRAFT_TOKENS
+
     names = _names(texts)
     for name in names:
-        if not (name.isascii() and name.isdecimal() and 1 <= int(name) <= LARGEST_BUDGET):
-            raise ValueError(f"budgets must be integers from 1 to {LARGEST_BUDGET}, got {name!r}")
+        if not (name.isascii() and name.isdecimal() and 1 <= int(name) <= MAX_DRAFT_TOKENS):
+            raise ValueError(f"budgets must be integers from 1 to {MAX_DRAFT_TOKENS}, got {name!r}")
     if not names:
         raise ValueError("budgets must name at least one size, got none")
     return sorted({int(name) for name in names})

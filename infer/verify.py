@@ -384,10 +384,9 @@ def check_distribution(
     total = SequenceStats.total(stats)
     if settings.method != "ar" and not total.drafted:
         details.append("nothing was drafted here, so this tested plain decoding only")
-    if getattr(engine.drafters[settings.method], "arms", ()):
-        details.append(
-            "these texts have seeds, and auto drafts for such by trees alone: verify the methods of its chains by name"
-        )
+    about_seeds = engine.drafters[settings.method].about_seeds
+    if about_seeds is not None:
+        details.append(f"these texts have seeds: {about_seeds}")
     summary = (
         f"chi-square of the first {DEPTH} tokens of {settings.samples} texts ({total.accepted} of {total.drafted} "
         f"drafted accepted): least p-value {worst:.3g}, a fault below {limit:g} (false alarms: {FALSE_ALARM:g})"

@@ -120,6 +120,11 @@ def kv_shape(config: Any) -> tuple[int, int]:
     return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def kv_bytes_per_token(config: Any, num_layers: int, dtype: torch.dtype) -> int:
+    heads, size = kv_shape(config)
+    return 2 * num_layers * heads * size * dtype.itemsize
+
+
 class LayeredModel(nn.Module):
     """Takes over a transformers causal LM: embed, run any range of layers, logits.
 
@@ -206,7 +211,7 @@ class LayeredModel(nn.Module):
 
     def bytes_per_token(self, extra_layers: int = 0) -> int:
         """What one cached token costs over all layers."""
-        return 2 * (self.num_layers + extra_layers) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return kv_bytes_per_token(self.config, self.num_layers + extra_layers, self.dtype)
 
     def record_passes(self, cache: PagedKVCache, record: Recorder | None = None) -> None:
         """From now on passes of few tokens over this cache are recorded, and run from their recordings.

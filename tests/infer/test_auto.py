@@ -873,7 +873,7 @@ def test_heads_see_texts_only_where_a_chain_promises_to_pay(real, is_shown):
     done = engine.generate([list(one) for one in crowd()[:4]], params)
     assert (engine.stats.head_tokens > 0) == is_shown
     assert {tuple(one.prompt_ids): one.token_ids for one in done} == plain(crowd()[:4], params)
-    assert not engine.drafters["auto"]._arms_of
+    assert not engine.drafters["auto"]._shown
 
 
 def test_what_trees_bring_is_what_a_chain_must_beat():
@@ -934,7 +934,7 @@ def test_a_chain_drafts_only_for_the_texts_that_its_heads_see():
     arm.propose = lambda some, plan: drafted.update(s.sequence_id for s in some) or propose(some, plan)
     shown = [True, False, True, False]
     drafter._promises = lambda sequence, texts: shown[sequence.sequence_id % 4]
-    drafter._is_trial = lambda *_: False
+    drafter._begins_trial = lambda *_: False
     prompt, params = [7, 3, 5, 7, 3, 5, 7, 3, 5, 1], GenerationParams(max_new_tokens=40)
     done = [engine.generate([prompt], params)[0] for _ in range(2)]
     done += engine.generate([prompt, prompt], params)
@@ -959,14 +959,14 @@ def test_who_sees_a_requests_texts_stays_when_they_come_back_and_is_the_same_for
     assert drafter._arms_for(trial) == drafter.arms and drafter._arms_for(second) == []
     for sequence in (second, trial):
         engine.scheduler.preempt(sequence)
-    drafter._promises, drafter._is_trial = lambda *_: True, lambda *_: 1 / 0
+    drafter._promises, drafter._begins_trial = lambda *_: True, lambda *_: 1 / 0
     engine.step()
     assert trial.taps and not second.taps and trial in engine.scheduler.running
     assert all(not sequence.taps for sequence in engine.scheduler.running if sequence is not trial)
     engine.check_invariants()
     while engine.has_work:
         engine.step()
-    assert not drafter._shown and not drafter._request_of and not drafter._arms_of
+    assert not drafter._shown and not drafter._request_of
 
 
 def test_a_trial_waits_for_the_turn_of_a_chain_that_needs_it():

@@ -375,10 +375,13 @@ def test_rows_of_other_weights_or_another_template_are_not_continued(model: str,
 
 def test_what_sampled_texts_do_not_show_is_said(model: str, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "q.jsonl", ROWS[:1])
-    assert bench(model, data, tmp_path / "out", "--methods", "auto:4", "--temperature", "0.7", "--limit", "1") == 0
-    flags = json.loads((tmp_path / "out" / "report.json").read_text())["header"]["flags"]
-    assert any("auto drafts for those by trees alone" in flag for flag in flags)
-    assert not any("hispec" in flag for flag in flags)
+    said = {}
+    for name, chains in (("trees", []), ("chains", ["--early-exit.layer", "1"])):
+        flags = ["--methods", "auto:4", "--temperature", "0.7", "--limit", "1", *chains]
+        assert bench(model, data, tmp_path / name, *flags) == 0
+        said[name] = " ".join(json.loads((tmp_path / name / "report.json").read_text())["header"]["flags"])
+    assert "auto drafts for texts with seeds by trees alone" in said["chains"]
+    assert "by trees alone" not in said["trees"] and "hispec" not in said["chains"]
 
 
 def test_batches_mix_the_groups_and_flags_say_what_is_not_valid(model: str, tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def test_other_weights_or_another_template_are_another_recording(model, data, tm
     template.write_text("{{ messages[0]['content'] }}b")
     assert record(model, data, folder, "--limit", "2", "--chat-template", str(template)) == 2
     assert "was recorded with chat_template=" in capsys.readouterr().err
+    assert record(model, data, folder, "--limit", "2") == 2, "without the template it had"
+    assert "was recorded with chat_template=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
