@@ -475,14 +475,14 @@ def _check_memory(options: EngineOptions, source: ModelSource) -> None:
     """Refuse a cache without a single block, where the checkpoint says in which dtype it will be."""
     import torch
 
-    from ..modules.layered_model import kv_bytes_per_token
+    from ..modules.layered_model import kv_bytes_per_token, kv_shape
     from .loading import resolve_dtype, text_config
     from .memory import blocks_in
 
     config = text_config(source)
     dtype = config.dtype if options.dtype == "auto" else resolve_dtype(options.dtype)
     if options.kv_memory is not None and isinstance(dtype, torch.dtype):
-        per_token = kv_bytes_per_token(config, config.num_hidden_layers, dtype)
+        per_token = kv_bytes_per_token(config.num_hidden_layers, *kv_shape(config), dtype)
         blocks_in(options.kv_memory, per_token * options.block_size)
 
 

@@ -120,8 +120,8 @@ def kv_shape(config: Any) -> tuple[int, int]:
     return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def kv_bytes_per_token(config: Any, num_layers: int, dtype: torch.dtype) -> int:
-    heads, size = kv_shape(config)
+def kv_bytes_per_token(num_layers: int, heads: int, size: int, dtype: torch.dtype) -> int:
+    """Keys and values of so many heads of one size in all layers."""
     return 2 * num_layers * heads * size * dtype.itemsize
 
 
@@ -211,7 +211,7 @@ class LayeredModel(nn.Module):
 
     def bytes_per_token(self, extra_layers: int = 0) -> int:
         """What one cached token costs over all layers."""
-        return kv_bytes_per_token(self.config, self.num_layers + extra_layers, self.dtype)
+        return kv_bytes_per_token(self.num_layers + extra_layers, self.num_kv_heads, self.head_dim, self.dtype)
 
     def record_passes(self, cache: PagedKVCache, record: Recorder | None = None) -> None:
         """From now on passes of few tokens over this cache are recorded, and run from their recordings.
