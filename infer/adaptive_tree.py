@@ -20,13 +20,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-import torch
 from torch import Tensor
 
-from ..modules.sampling import likeliest
 from ..modules.token_tree import TokenTree
 from .datastore import Datastore, Matches, corpus_classes
-from .drafter import Observation
+from .drafter import Observation, likely_on_paths
 from .estimates import (
     CORPUS,
     GUESS,
@@ -40,6 +38,7 @@ from .estimates import (
     Estimates,
     Source,
 )
+from .readout import Likely, likely_rows
 from .recall import Continuations, Entry, Namespaces, SharedContinuations, Successors, continuation_classes
 from .request import Sequence
 
@@ -160,12 +159,8 @@ class AdaptiveTrees:
         return [] if grown is None else _falling(grown.scores[1:])
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
-        """One `likeliest` over the rows of all accepted paths, one transfer."""
-        paths = [_path_rows(seen) for seen in observations]
-        rows = self._classes(paths[0] if len(paths) == 1 else torch.cat(paths))
-        for seen in observations:
-            path, rows = rows[: len(seen.verdict.path)], rows[len(seen.verdict.path) :]
-            self._learn(seen, path)
+        for seen, path in zip(observations, likely_on_paths(observations, self.num_likely), strict=True):
+            self._learn(seen, _classes(path))
 
     def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]:
         """Of each token the last place in the prompt: there it says most, and one row does for many. Rare tokens, which
@@ -181,7 +176,7 @@ class AdaptiveTrees:
     def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
         state, now = self._state(sequence), self.clock()
         _, successors = self._memory(state)
-        for position, likely in zip(positions, self._classes(logits), strict=True):
+        for position, likely in zip(positions, _classes(likely_rows(logits, self.num_likely)), strict=True):
             tail = tuple(sequence.token_ids[max(position + 1 - MAX_ORDER, 0) : position + 1])
             successors.remember(tail, likely, state.owner, now)
         state.num_read = max(state.num_read, positions[-1] + 1)
@@ -250,14 +245,6 @@ class AdaptiveTrees:
             if child is None:
                 return
             node = child
-
-    def _classes(self, logits: Tensor) -> list[dict[int, int]]:
-        """Per row its likeliest tokens with the classes of their probabilities among themselves, likeliest first."""
-        ids, logprobs = likeliest(logits, self.num_likely, among_them=True)
-        return [
-            dict(zip(row, [bisect(PROBABILITY_BOUNDS, logprob) for logprob in its_own], strict=True))
-            for row, its_own in zip(ids.tolist(), logprobs.tolist(), strict=True)
-        ]
 
     # -- growing -------------------------------------------------------------------------------------------------
 
@@ -371,10 +358,12 @@ class AdaptiveTrees:
         return heapq.nlargest(most, ranked, key=itemgetter(1)) if len(ranked) > most else ranked
 
 
-def _path_rows(seen: Observation) -> Tensor:
-    """[path, vocab] the logits along the accepted path, not copied where it is the first nodes of the tree."""
-    path = seen.verdict.path
-    return seen.logits[: len(path)] if path[-1] == len(path) - 1 else seen.logits[path]
+def _classes(rows: list[Likely]) -> list[dict[int, int]]:
+    """Per row its likeliest tokens with the classes of their probabilities among themselves, likeliest first."""
+    return [
+        dict(zip(ids, [bisect(PROBABILITY_BOUNDS, logprob) for logprob in logprobs], strict=True))
+        for ids, logprobs in rows
+    ]
 
 
 def _falling(scores: list[float]) -> list[float]:

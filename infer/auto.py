@@ -123,6 +123,7 @@ class AutoDrafter(Drafter):
         self.tree, self.bound, self.cost, self.clock = tree, bound, cost, clock
         if self.arms:
             self.about_seeds = "auto drafts for texts with seeds by trees alone: its chains were not used"
+        self.num_likely = max(part.num_likely for part in self.parts)
         self.exits = tuple(dict.fromkeys(exits for part in self.parts for exits in part.exits))
         self._clear()
 

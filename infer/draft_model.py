@@ -22,9 +22,11 @@ from ..modules.kv_cache import CacheTable, PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
+from ..modules.transfer import to_device
 from .drafter import Drafter, SomeFailed
 from .intake import MAX_DRAFT_TOKENS
 from .memory import DRAFT_SHARE, blocks_within
+from .readout import drawn
 from .request import Sequence
 
 MAX_TEXTS = 64
@@ -211,8 +213,7 @@ class DraftModelDrafter(Drafter):
         rows = self._catch_up(chains)
         open_chains = chains
         while open_chains:
-            for chain, one in zip(open_chains, rows, strict=True):
-                self._draw(chain, *one)
+            self._draw(open_chains, rows)
             open_chains = [chain for chain in open_chains if len(chain.token_ids) < chain.length]
             rows = self._run(open_chains, [chain.token_ids[-1:] for chain in open_chains])
 
@@ -257,16 +258,20 @@ class DraftModelDrafter(Drafter):
         hidden = self.model.run(self.model.embed(batch), batch, self.cache, 0, self.model.num_layers)
         for chain, part in zip(chains, parts, strict=True):  # only now: what failed to run must not count as cached
             chain.state.ahead.extend(part)
-        ends = torch.tensor(batch.cu_seqlens[1:], device=hidden.device) - 1
+        ends = to_device([end - 1 for end in batch.cu_seqlens[1:]], hidden.device)
         states = self.model.final(hidden.index_select(0, ends))
         return list(zip(states, self.model.unembed(states)[:, : self.vocab_size], strict=True))
 
-    def _draw(self, chain: _Chain, states: Tensor, row: Tensor) -> None:
-        prefix = [*chain.sequence.token_ids, *chain.token_ids]
-        q = chain.state.pipeline(row, prefix)
-        chain.probs.append(q)
-        chain.states.append(states)
-        chain.token_ids.append(q.sample(chain.sequence.draft_generator))
+    def _draw(self, chains: list[_Chain], rows: list[_Row]) -> None:
+        """One token more of each chain."""
+        logits = torch.stack([row for _, row in rows]) if len(rows) > 1 else rows[0][1][None]
+        generators = [chain.sequence.draft_generator for chain in chains]
+        found = drawn([chain.state.pipeline for chain in chains], logits, generators)
+        for chain, (state, row), known in zip(chains, rows, found, strict=True):
+            q = known or chain.state.pipeline(row, [*chain.sequence.token_ids, *chain.token_ids])
+            chain.probs.append(q)
+            chain.states.append(state)
+            chain.token_ids.append(q.sample(chain.sequence.draft_generator))
 
     def _tree(self, chain: _Chain) -> TokenTree:
         drafted = chain.token_ids[:-1] if chain.bonus else chain.token_ids

@@ -7,16 +7,20 @@ draft, not the request.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..modules.acceptance import Verdict
 from ..modules.kv_cache import PagedKVCache
 from ..modules.layered_model import LayeredModel
+from ..modules.sampling import rows_of
 from ..modules.token_tree import TokenTree
+from .readout import Likely, likely_rows
 from .request import GenerationParams, Sequence
 from .target import Exact, TargetRule
 
@@ -33,6 +37,7 @@ class Observation:
     logits: [nodes, vocab] raw target logits, row i predicts what follows node i. Valid during the call: copy what
         stays.
     states: [nodes, embed] what the target's unembedding made them of; None in an inner stage.
+    likely: the likeliest tokens of all nodes, where they were read with the pass; `likely_on_paths` gives them always.
     """
 
     sequence: Sequence
@@ -40,6 +45,25 @@ class Observation:
     verdict: Verdict
     logits: Tensor
     states: Tensor | None = None
+    likely: list[Likely] | None = None
+
+    def knows(self, count: int) -> bool:
+        """Whether just so many of the likeliest tokens were read."""
+        return self.likely is not None and len(self.likely[0][0]) == min(count, self.logits.shape[1])
+
+
+def likely_on_paths(observations: SequenceOf[Observation], count: int) -> list[list[Likely]]:
+    """Per observation, of each node of its accepted path the `count` likeliest tokens: as read with the pass, or in one
+    more transfer. A drafter that asks says so in `num_likely`."""
+    paths = [seen.verdict.path for seen in observations]
+    if count == 0:
+        return [[([], [])] * len(path) for path in paths]
+    if all(seen.knows(count) for seen in observations):
+        return [[(seen.likely or [])[node] for node in path] for seen, path in zip(observations, paths, strict=True)]
+    rows = [rows_of(seen.logits, path) for seen, path in zip(observations, paths, strict=True)]
+    found = likely_rows(rows[0] if len(rows) == 1 else torch.cat(rows), count)
+    ends = list(itertools.accumulate(map(len, paths)))
+    return [found[end - len(path) : end] for end, path in zip(ends, paths, strict=True)]
 
 
 class SomeFailed(Exception):
@@ -73,6 +97,8 @@ class Drafter:
     exits: tuple[EarlyExits, ...] = ()
     """The target's early exits that it uses; the engine attaches them first, and collects the work they count."""
 
+    num_likely: int = 0
+    """How many of the likeliest tokens after each accepted node it asks for, see `likely_on_paths`."""
     prompt_vocab: int | None = None
     """Of the logits that it is given to `read`, it needs only the first so many tokens' ones; None: all."""
 

@@ -21,6 +21,7 @@ from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
 from .drafter import Drafter
 from .exits import CallableExit, EarlyExits, ExitHead, Prediction, Tap, at_once
+from .readout import drawn
 from .request import GenerationParams, Sequence
 from .segments import Share, run_segments
 
@@ -35,6 +36,7 @@ class _Chain:
     """
 
     sequence: Sequence
+    pipeline: LogitsPipeline
     length: int
     ends: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
@@ -100,15 +102,15 @@ class EarlyExitDrafter(Drafter):
 
     def _open(self, sequence: Sequence) -> _Chain:
         length, bonus = min(sequence.draft_tokens, sequence.max_depth), self.target_rule.bonus
-        ends = sequence.params.end_ids(self.model.eos_token_ids)
-        return _Chain(sequence, length + bonus if length else 0, ends, bonus=bonus)
+        keep_probs, ends = not self.target_rule.lossless, sequence.params.end_ids(self.model.eos_token_ids)
+        pipeline = LogitsPipeline(sequence.params, sequence.num_prompt, for_drafts=True, keep_probs=keep_probs)
+        return _Chain(sequence, pipeline, length + bonus if length else 0, ends, bonus=bonus)
 
     def _draft(self, layer: int, chains: SequenceOf[_Chain]) -> None:
         """Make the chains, token by token. The first pass runs what each text has pending."""
         running = [(chain, chain.sequence.token_ids[chain.sequence.table.length :]) for chain in chains]
         while running := [(chain, part) for chain, part in running if chain.is_open]:
-            for (chain, _), *rows in zip(running, *self._run(layer, running), strict=True):
-                self._draw(chain, *rows)
+            self._draw([chain for chain, _ in running], *self._run(layer, running))
             running = [(chain, chain.token_ids[-1:]) for chain, _ in running]
 
     def _run(self, layer: int, running: list[tuple[_Chain, list[int]]]) -> Prediction:
@@ -130,16 +132,18 @@ class EarlyExitDrafter(Drafter):
         item = BatchItem(part, sequence.table.length + chain.num_run, sequence.table.blocks)
         return Share(item, taps=at_once(sequence.taps) - self.exit.taps(layer), num_before=len(part) - 1)
 
-    def _draw(self, chain: _Chain, states: Tensor, row: Tensor) -> None:
-        sequence, keep_probs = chain.sequence, not self.target_rule.lossless
-        pipeline = LogitsPipeline(sequence.params, sequence.num_prompt, for_drafts=True, keep_probs=keep_probs)
-        q = predicted(pipeline, row, [*sequence.token_ids, *chain.token_ids])
-        if q is None:
-            chain.length = 0
-            return
-        chain.probs.append(q)
-        chain.states.append(states)
-        chain.token_ids.append(q.sample(sequence.draft_generator))
+    def _draw(self, chains: list[_Chain], states: Tensor, logits: Tensor) -> None:
+        """One token more of each chain. states: [chains, embed]; logits: [chains, vocab]."""
+        generators = [chain.sequence.draft_generator for chain in chains]
+        found = drawn([chain.pipeline for chain in chains], logits, generators)
+        for chain, state, row, known in zip(chains, states, logits, found, strict=True):
+            q = known or predicted(chain.pipeline, row, [*chain.sequence.token_ids, *chain.token_ids])
+            if q is None:
+                chain.length = 0
+                continue
+            chain.probs.append(q)
+            chain.states.append(state)
+            chain.token_ids.append(q.sample(chain.sequence.draft_generator))
 
     def _tree(self, chain: _Chain) -> TokenTree:
         root = chain.sequence.token_ids[-1]

@@ -27,11 +27,13 @@ from ..modules.kv_cache import CacheTable
 from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline, logprobs, make_generator
 from ..modules.token_tree import TokenTree
+from ..modules.transfer import to_device
 from .drafter import Drafter, Observation, SomeFailed
 from .exits import MOST_OWED, Tap, at_once, catch_up
 from .intake import MAX_DRAFT_TOKENS, Intake, paired
 from .mailbox import Mailbox, Mailboxes
 from .memory import blocks_within
+from .readout import Known, Proposal, read_out
 from .request import Completion, GenerationParams, Prompt, Sequence, StreamChunk, TokenLogprob, TokenOrigin
 from .scheduler import Scheduled, Scheduler
 from .segments import Share, proposal_item, run_segments
@@ -56,14 +58,34 @@ class _Decoding:
 
 
 @dataclass(frozen=True)
+class _Predicted:
+    """What a pass says of one proposal. states: [nodes, embed] final ones; logits: [nodes, vocab] of these; known: what
+    the host has read of them."""
+
+    states: Tensor
+    logits: Tensor
+    known: Known
+
+
+@dataclass(eq=False)
 class _Step:
-    """One sequence's part of a pass: its share, its proposal (None in mid-prefill), and how far what each emitted token
-    was verified against is from the target's own distribution. kept: see Share."""
+    """One sequence's part of a pass: its share, its proposal (None in mid-prefill), what the pass says of that, and the
+    verdict (None too where the sequence's distribution cannot be made).
+
+    distances: how far what each emitted token was verified against is from the target's own distribution. kept: see
+    Share.
+    """
 
     scheduled: Scheduled
     tree: TokenTree | None
+    predicted: _Predicted | None = None
+    verdict: Verdict | None = None
     distances: list[float] = field(default_factory=list)
     kept: dict[Tap, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_nodes(self) -> int:
+        return 0 if self.tree is None else len(self.tree)
 
     def owe(self, offsets: list[int]) -> None:
         """Let those of its new tokens that were committed wait for the heads that read late. offsets: theirs."""
@@ -72,7 +94,7 @@ class _Step:
             first = num_tokens - len(rows)
             chosen = [offset - first for offset in offsets if offset >= first]
             in_order = chosen == list(range(len(chosen)))
-            found = rows[: len(chosen)].clone() if in_order else rows[chosen]  # a chain's without asking the device
+            found = rows[: len(chosen)].clone() if in_order else rows.index_select(0, to_device(chosen, rows.device))
             tap.exits.owe(tap.layer, self.scheduled.sequence.table, found)
 
     @cached_property
@@ -269,13 +291,14 @@ class Engine:
         steps.sort(key=lambda step: step.item.size, reverse=True)  # attention reads such rows in place
         items = [step.item for step in steps]
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
-        states, logits, reading = self._run(batch, steps)
+        hidden, reading = self._run(batch, steps)
+        states, logits = self._logits(hidden, batch, steps)
         ran = time.perf_counter()
-        verdicts = [self._verify(*parts) for parts in zip(steps, states, logits, strict=True)]
+        self._verify(steps, states, logits)
         verified = time.perf_counter()
-        self._observe(steps, verdicts, states, logits)
+        self._observe(steps)
         observed = time.perf_counter()
-        chunks += self._commit(steps, verdicts, logits)
+        chunks += self._commit(steps)
         for exits in self.exits:
             self.stats.record_work(exits.take_work())
         ended = time.perf_counter()
@@ -347,9 +370,8 @@ class Engine:
         for sequence in group:
             sequence.stats.draft_failures += 1
 
-    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> tuple[list[Tensor], list[Tensor], float]:
-        """Per step the final states [nodes, embed] and the logits [nodes, vocab] of its proposal, root first
-        (mid-prefill: none); and how long reading took.
+    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> tuple[Tensor, float]:
+        """[tokens, hidden] after the last layer, and how long it took drafters to read.
 
         Tokens that a drafter has run through the first layers join where it stopped: each token passes each layer once.
         """
@@ -359,8 +381,7 @@ class Engine:
         self.stats.record_work(work)
         started = time.perf_counter()
         self._show_context(ran.hidden, batch, steps)
-        reading = time.perf_counter() - started
-        return *self._logits(ran.hidden, batch, steps), reading
+        return ran.hidden, time.perf_counter() - started
 
     def _show_context(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> None:
         """Give drafters the logits that they ask for of tokens before the roots, so many rows at a time."""
@@ -374,7 +395,7 @@ class Engine:
                 wanted = drafter.unread(sequence, start, start + count)
                 for first in range(0, len(wanted), ROWS_READ):
                     positions = wanted[first : first + ROWS_READ]
-                    rows = torch.tensor([row + position - start for position in positions], device=hidden.device)
+                    rows = to_device([row + position - start for position in positions], hidden.device)
                     drafter.read(sequence, positions, self._prompt_logits(drafter, hidden.index_select(0, rows)))
             except Exception as error:
                 self._drafter_failed(drafter.name, [sequence], error)
@@ -395,23 +416,36 @@ class Engine:
             return Share(step.item, taps=taps, num_before=step.scheduled.num_tokens, kept=step.kept)
         return Share(step.item, tree.hidden, tree.depth, taps, step.scheduled.num_tokens - 1, step.kept)
 
-    def _logits(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> tuple[list[Tensor], list[Tensor]]:
+    def _logits(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> tuple[Tensor, Tensor]:
+        """([nodes of all proposals, embed] final states, [nodes, vocab] logits): root first, none in mid-prefill."""
         rows: list[int] = []
         for step, end in zip(steps, batch.cu_seqlens[1:], strict=True):
-            rows.extend(range(end - len(step.tree), end) if step.tree is not None else ())
+            rows.extend(range(end - step.num_nodes, end))
         if not rows:
-            return [hidden[:0] for _ in steps], [hidden[:0] for _ in steps]
+            return hidden[:0], hidden[:0]
         if len(rows) < hidden.shape[0]:
-            hidden = hidden.index_select(0, torch.tensor(rows, device=hidden.device))
+            hidden = hidden.index_select(0, to_device(rows, hidden.device))
         states = self.model.final(hidden)
-        nodes = [0 if step.tree is None else len(step.tree) for step in steps]
-        return list(states.split(nodes)), list(self.model.unembed(states).split(nodes))
+        return states, self.model.unembed(states)
 
-    def _verify(self, step: _Step, states: Tensor, rows: Tensor) -> Verdict | None:
-        """The verdict on one proposal; None in mid-prefill, and for a sequence whose distribution cannot be made."""
-        sequence, tree = step.scheduled.sequence, step.tree
-        if tree is None:
-            return None
+    def _verify(self, steps: list[_Step], states: Tensor, logits: Tensor) -> None:
+        """Give each proposal its rows and its verdict. What is asked of the logits is read for all of them at once."""
+        proposed = [(step, step.tree) for step in steps if step.tree is not None]
+        if not proposed:
+            return
+        known = read_out(logits, [self._proposal(step.scheduled.sequence, tree) for step, tree in proposed])
+        sizes = [len(tree) for _, tree in proposed]
+        for (step, tree), *parts in zip(proposed, states.split(sizes), logits.split(sizes), known, strict=True):
+            step.predicted = _Predicted(*parts)
+            step.verdict = self._verdict(step, tree, step.predicted)
+
+    def _proposal(self, sequence: Sequence, tree: TokenTree) -> Proposal:
+        decoding = self._decoding[sequence.sequence_id]
+        wanted = decoding.drafter.num_likely if sequence.params.draft_tokens != 0 else 0
+        return Proposal(tree, decoding.pipeline, sequence.generator, wanted)
+
+    def _verdict(self, step: _Step, tree: TokenTree, predicted: _Predicted) -> Verdict | None:
+        sequence, known = step.scheduled.sequence, predicted.known.distributions
         decoding = self._decoding[sequence.sequence_id]
         prefix, visited = list(sequence.token_ids), []
         rule: list[BoundRule] = []
@@ -422,8 +456,8 @@ class Engine:
                 prefix.append(tree.token_ids[node])
                 if prefix[-1] in decoding.stop_ids:
                     return None
-            p = decoding.pipeline(rows[node], prefix)
-            rule.extend([] if rule else [decoding.drafter.target_rule.bind(tree, states)])
+            p = known.get(node) or decoding.pipeline(predicted.logits[node], prefix)
+            rule.extend([] if rule else [decoding.drafter.target_rule.bind(tree, predicted.states)])
             v = rule[0](node, p, tree.drawn_from(node))
             step.distances.append(v.distance)
             return v
@@ -437,15 +471,13 @@ class Engine:
             sequence.error = f"{type(error).__name__}: {error}"
             return Verdict(visited, None, corrected=False)
 
-    def _observe(
-        self, steps: list[_Step], verdicts: list[Verdict | None], states: list[Tensor], logits: list[Tensor]
-    ) -> None:
+    def _observe(self, steps: list[_Step]) -> None:
         groups: dict[str, list[Observation]] = defaultdict(list)
         seen = []
-        for step, verdict, *parts in zip(steps, verdicts, logits, states, strict=True):
-            sequence = step.scheduled.sequence
-            if verdict is not None and step.tree is not None:
-                seen.append(Observation(sequence, step.tree, verdict, *parts))
+        for step in steps:
+            sequence, made = step.scheduled.sequence, step.predicted
+            if step.verdict is not None and step.tree is not None and made is not None:
+                seen.append(Observation(sequence, step.tree, step.verdict, made.logits, made.states, made.known.likely))
                 if sequence.params.draft_tokens != 0:
                     groups[self._decoding[sequence.sequence_id].drafter.name].append(seen[-1])
         for watch in self.watchers if seen else ():
@@ -456,20 +488,20 @@ class Engine:
             except Exception as error:
                 self._drafter_failed(name, [observation.sequence for observation in group], error)
 
-    def _commit(self, steps: list[_Step], verdicts: list[Verdict | None], logits: list[Tensor]) -> list[StreamChunk]:
+    def _commit(self, steps: list[_Step]) -> list[StreamChunk]:
         """Make the pass permanent: cache, token ids, statistics, text. Returns what can be shown."""
         kept: list[tuple[CacheTable, list[int]]] = []
         emitted: list[tuple[Sequence, str, list[int]]] = [
             (step.scheduled.sequence, "", []) for step in steps if step.scheduled.sequence.finish_reason == "error"
         ]
-        for step, verdict, rows in zip(steps, verdicts, logits, strict=True):
-            sequence, count = step.scheduled.sequence, step.scheduled.num_tokens
+        for step in steps:
+            sequence, count, verdict = step.scheduled.sequence, step.scheduled.num_tokens, step.verdict
             offsets = list(range(count))
             if verdict is None:
                 sequence.stats.prefill_passes += 1
                 sequence.stats.prefill_tokens += count
             else:
-                text, token_ids = self._emit_or_end(step, verdict, rows)
+                text, token_ids = self._emit_or_end(step, verdict)
                 emitted.append((sequence, text, token_ids))
                 accepted = min(verdict.num_accepted, len(token_ids))
                 offsets += [count - 1 + node for node in verdict.path[1 : accepted + 1]]
@@ -489,22 +521,22 @@ class Engine:
             some = [one.sequence for one in late if (one.num_tokens > 1) == is_prompt]
             catch_up(((sequence.table, sequence.taps) for sequence in some), least)
 
-    def _emit_or_end(self, step: _Step, verdict: Verdict, rows: Tensor) -> tuple[str, list[int]]:
+    def _emit_or_end(self, step: _Step, verdict: Verdict) -> tuple[str, list[int]]:
         """`_emit`; what goes wrong in it, in making text for example, ends this sequence and no other."""
         try:
-            return self._emit(step, verdict, rows)
+            return self._emit(step, verdict)
         except Exception as error:
             step.scheduled.sequence.fail(error)
             return "", []
 
-    def _emit(self, step: _Step, verdict: Verdict, rows: Tensor) -> tuple[str, list[int]]:
+    def _emit(self, step: _Step, verdict: Verdict) -> tuple[str, list[int]]:
         """Append what the verdict emits, up to a stop; returns the text that became certain and the ids."""
-        sequence, tree = step.scheduled.sequence, step.tree
-        assert tree is not None
+        sequence, tree, predicted = step.scheduled.sequence, step.tree, step.predicted
+        assert tree is not None and predicted is not None
         decoding, params = self._decoding[sequence.sequence_id], sequence.params
         block = verdict.emitted(tree)
         room = min(params.max_new_tokens - sequence.num_emitted, self.max_length - len(sequence.token_ids))
-        values = [] if params.logprobs is None else _logprobs(rows, verdict, block, params.logprobs)
+        values = [] if params.logprobs is None else _logprobs(predicted.logits, verdict, block, params.logprobs)
         token_ids, text, sequence.finish_reason = cut_block(block, decoding.stop_ids, room, decoding.text)
         if sequence.error is not None and sequence.finish_reason is None:
             sequence.finish_reason = "error"
@@ -535,8 +567,8 @@ class Engine:
             params if params.method == method else replace(params, method=method),
             list(ids),
             len(ids),
-            make_generator(params.seed, index, self.model.device),
-            make_generator(params.seed, index, self.model.device, stream=1),
+            make_generator(params.seed, index),
+            make_generator(params.seed, index, stream=1),
             index=index,
         )
         self._decoding[sequence.sequence_id] = _Decoding(

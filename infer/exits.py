@@ -20,6 +20,7 @@ from ..modules.batch import BatchItem, RaggedBatch
 from ..modules.exit_heads import ExitHeads
 from ..modules.kv_cache import CacheTable, PagedKVCache
 from ..modules.layered_model import LayeredModel
+from ..modules.transfer import to_device
 
 MOST_OWED = 64
 """Tokens of a text that may wait for a head: reading so many at once costs little more a token than more would."""
@@ -104,7 +105,7 @@ class EarlyExits:
 
         hidden: [tokens, hidden] after `layer` layers of the whole batch, which a head that reads context then knows.
         """
-        index = torch.tensor(rows, device=hidden.device)
+        index = to_device(rows, hidden.device)
         self.work["head"] += batch.num_tokens if layer in self.context_layers else len(rows)
         return self._predict(layer, hidden, batch, index)
 

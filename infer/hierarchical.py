@@ -25,9 +25,11 @@ from ..modules.kv_cache import CacheTable, PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline
 from ..modules.token_tree import TokenTree
+from ..modules.transfer import to_device
 from .drafter import Drafter, Observation
 from .early_exit import exits_of, predicted
 from .exits import EarlyExits, ExitHead, Tap, at_once
+from .readout import Known, Proposal, read_out
 from .request import GenerationParams, Sequence
 from .segments import Share, proposal_item, run_segments
 
@@ -81,6 +83,7 @@ class _Round:
     hidden: Tensor | None = None
     states: Tensor | None = None
     logits: Tensor | None = None
+    known: Known = field(default_factory=Known)
 
     @property
     def item(self) -> BatchItem:
@@ -123,6 +126,7 @@ class HierarchicalDrafter(Drafter):
         self.inner, self.exit_layer, self.window, self.wait = inner, exit_layer, window, wait
         self.exit = exits_of(exit_layer, head, exits)
         self.exits = (self.exit, *inner.exits)
+        self.num_likely = inner.num_likely
         self.name = "hispec" if inner.name == "early-exit" else f"hispec+{inner.name}"
 
     def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
@@ -239,18 +243,25 @@ class HierarchicalDrafter(Drafter):
         sizes = [len(one.tree) for one in rounds]
         for one, *parts in zip(rounds, *(rows.split(sizes) for rows in predicted_rows), strict=True):
             one.states, one.logits = parts
+        proposals = [
+            Proposal(one.tree, one.window.pipeline, one.window.sequence.draft_generator, self.num_likely)
+            for one in rounds
+        ]
+        for one, known in zip(rounds, read_out(predicted_rows[1], proposals), strict=True):
+            one.known = known
 
     def _settle(self, one: _Round) -> Observation:
         """Verify one inner proposal and put what comes out into the window."""
         window, tree, rows, hidden = one.window, one.tree, one.logits, one.hidden
         assert rows is not None and hidden is not None and one.states is not None
-        verdict = self._verify(window, tree, one.states, rows)
+        verdict = self._verify(one, one.states, rows)
         emitted = self._extend(window, tree, verdict, hidden)
         window.sequence.stats.record_inner(tree.num_drafted, max(tree.depths), verdict.num_accepted, emitted)
-        return Observation(window.shadow, tree, verdict, rows)
+        return Observation(window.shadow, tree, verdict, rows, likely=one.known.likely)
 
-    def _verify(self, window: Window, tree: TokenTree, states: Tensor, rows: Tensor) -> Verdict:
+    def _verify(self, one: _Round, states: Tensor, rows: Tensor) -> Verdict:
         """The rule under p_i. Where the text can end, or p_i says nothing, the path ends and nothing follows it."""
+        window, tree, known = one.window, one.tree, one.known.distributions
         prefix = list(window.shadow.token_ids)
 
         def target(node: int) -> Distribution | None:
@@ -258,7 +269,7 @@ class HierarchicalDrafter(Drafter):
                 prefix.append(tree.token_ids[node])
                 if prefix[-1] in window.ends:
                     return None
-            p = predicted(window.pipeline, rows[node], prefix)
+            p = known.get(node) or predicted(window.pipeline, rows[node], prefix)
             if p is not None:  # of the token that comes next
                 window.probs.append(p)
                 window.states.append(states[node])
@@ -272,7 +283,7 @@ class HierarchicalDrafter(Drafter):
         """Put what the intermediate emitted into the window, keep its rows and cache entries only; how many tokens."""
         before = states.shape[0] - len(tree)
         offsets = [*range(before), *(before + node for node in verdict.path)]
-        window.hidden.append(states[offsets])
+        window.hidden.append(states.index_select(0, to_device(offsets, states.device)))
         self.cache.keep([(window.shadow.table, offsets)])
         emitted = verdict.emitted(tree)
         window.shadow.token_ids += emitted

@@ -14,7 +14,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
-import torch
 from torch import Tensor
 
 from ..modules.kv_cache import PagedKVCache
@@ -22,7 +21,7 @@ from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
 from .adaptive_tree import AdaptiveTrees
 from .datastore import Datastore
-from .drafter import Observation, TreeDrafter
+from .drafter import Observation, TreeDrafter, likely_on_paths
 from .intake import MAX_DRAFT_TOKENS
 from .ngram_index import NgramIndex
 from .request import Sequence
@@ -104,7 +103,7 @@ class LogitSpecDrafter(TreeDrafter):
             if choice not in valid:
                 raise ValueError(f"{name} must be one of {', '.join(valid)}, got {choice!r}")
         k_default, ngram_default = (60, 3) if tree == "paper" else (24, 6)
-        self.k = k_default if k is None else k
+        self.k = self.num_likely = k_default if k is None else k
         self.max_ngram = ngram_default if max_ngram is None else max_ngram
         for name, value, least in (
             ("max_ngram", self.max_ngram, 1),
@@ -180,11 +179,9 @@ class PaperTrees:
         raise ValueError("tree must be 'adaptive' where estimates are needed, got 'paper'")
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
-        """Keep the best ids of the logits that the next root was drawn from: one top-k, one transfer for all rows."""
-        rows = torch.stack([seen.logits[seen.verdict.path[-1]] for seen in observations])
-        ranked = rows.topk(min(self.k, rows.shape[-1])).indices.tolist()
-        for seen, token_ids in zip(observations, ranked, strict=True):
-            self._state(seen.sequence).ranked = token_ids
+        """Keep the best ids of the logits that the next root was drawn from."""
+        for seen, path in zip(observations, likely_on_paths(observations, self.k), strict=True):
+            self._state(seen.sequence).ranked, _ = path[-1]
 
     def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]:
         return []

@@ -10,13 +10,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from ..modules.batch import BatchItem, RaggedBatch
 from ..modules.kv_cache import PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
+from ..modules.transfer import to_device
 from .exits import Tap
 
 
@@ -137,4 +137,4 @@ class _Parts:
             return None, None
         rest = [share.item.after(skip) for share, skip in zip(self.shares, skips, strict=True)]
         items, device = [item for item in rest if item.token_ids], self.batch.token_ids.device
-        return torch.tensor(rows, device=device), RaggedBatch.build(items, self.block_size, device)
+        return to_device(rows, device), RaggedBatch.build(items, self.block_size, device)

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from .transfer import to_device
+
 
 @dataclass(frozen=True)
 class BatchItem:
@@ -88,7 +90,8 @@ class AttentionGroup:
     output_index: [tokens of the group] places of the real queries in the padded ones; None when nothing is padded.
     key_slots: [seqs * keys] where each key lies in the cache (or in the flat batch, without a cache).
     first_slot: of a single sequence whose keys lie in one piece, which then are read in place; None otherwise.
-    visible: [seqs, queries, keys]. Positions are only read by sliding windows.
+    visible: [seqs, queries, keys]. Positions are only read by sliding windows. on_host: these three once more, for
+        what would otherwise have to be asked of the device.
     reach: [queries, 2] of long prompts, the first position of a query and the end of the keys it sees, over all
         sequences: by these its queries attend in parts. None: in one.
     """
@@ -104,13 +107,17 @@ class AttentionGroup:
     visible: Bool[Tensor, "seqs queries keys"]
     query_positions: Int[Tensor, "seqs queries"]
     key_positions: Int[Tensor, "seqs keys"]
+    on_host: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     first_query: int | None = None
     reach: np.ndarray | None = None
     plans: dict[tuple[int | None, torch.dtype, int], list[AttentionPart]] = field(default_factory=dict)
 
-    def sees_all(self, seen: Tensor) -> bool:
+    def sees_all(self, queries: slice, keys: slice, window: int | None) -> bool:
         """Whether no mask is needed."""
-        return bool(seen.all())
+        assert self.on_host is not None, "a group that is built for a batch knows what it holds"
+        visible, query_at, key_at = self.on_host
+        near = True if window is None else query_at[:, queries, None] - key_at[:, None, keys] < window
+        return bool((visible[:, queries, keys] & near).all())
 
     def parts(self, window: int | None, dtype: torch.dtype, repeat: int) -> list[AttentionPart]:
         """What attends in one call each, every query `repeat` times; made once per pass."""
@@ -127,14 +134,15 @@ class AttentionGroup:
             nearest, ends = self.reach[start:stop].T
             first, end = max(0, int(nearest.min()) - (window or end) + 1), int(ends.max())
         queries, keys = slice(start, min(stop, self.num_queries)), slice(first, end)
+        mask = None if self.sees_all(queries, keys, window) else self._mask(queries, keys, window, dtype, repeat)
+        return AttentionPart(slice(queries.start * repeat, queries.stop * repeat), keys, mask)
+
+    def _mask(self, queries: slice, keys: slice, window: int | None, dtype: torch.dtype, repeat: int) -> Tensor:
         seen = self.visible[:, queries, keys]
         if window is not None:
             seen = seen & (self.query_positions[:, queries, None] - self.key_positions[:, None, keys] < window)
-        mask = None
-        if not self.sees_all(seen):
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-            mask = mask.repeat_interleave(repeat, dim=1).unsqueeze(1)
-        return AttentionPart(slice(queries.start * repeat, queries.stop * repeat), keys, mask)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        return mask.repeat_interleave(repeat, dim=1).unsqueeze(1)
 
 
 @dataclass
@@ -171,7 +179,7 @@ class RaggedBatch:
         keys = [_key_slots(item, int(start), block_size) for item, start in zip(items, starts, strict=False)]
 
         def put(parts: list[np.ndarray]) -> Tensor:
-            return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+            return to_device(np.concatenate(parts).astype(np.int64), device)
 
         return cls(
             put([np.asarray(item.token_ids) for item in items]),
@@ -276,9 +284,6 @@ def _make_group(
         query_at[row, :new] = context + depths
         key_at[row, :context], key_at[row, context : context + new] = np.arange(context), context + depths
 
-    def put(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
     real = (np.arange(queries) < lengths[:, None]).reshape(-1)
     padded = not real.all()
     whole, in_one = seqs == len(items) and not padded, members[-1] - members[0] == seqs - 1 and not padded
@@ -286,14 +291,15 @@ def _make_group(
         seqs,
         queries,
         width,
-        None if whole else put(rows.reshape(-1)),
-        put(np.flatnonzero(real)) if padded else None,
-        None if whole else put(rows.reshape(-1)[real]),
-        put(slots.reshape(-1)),
+        None if whole else to_device(rows.reshape(-1), device),
+        to_device(np.flatnonzero(real), device) if padded else None,
+        None if whole else to_device(rows.reshape(-1)[real], device),
+        to_device(slots.reshape(-1), device),
         int(slots[0, 0]) if seqs == 1 and bool((np.diff(slots[0]) == 1).all()) else None,
-        put(visible),
-        put(query_at),
-        put(key_at),
+        to_device(visible, device),
+        to_device(query_at, device),
+        to_device(key_at, device),
+        (visible, query_at, key_at),
         int(starts[members[0]]) if in_one else None,
         _reach(visible, query_at) if torch.device(device).type == "cpu" and queries > PART_QUERIES else None,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .batch import BatchItem, RaggedBatch
+from .transfer import to_device
 
 TILES = (16, 64)
 """Rows of a tile, in passes with few rows per sequence and with many."""
@@ -142,7 +143,7 @@ class FlexPlan:
         tiles = _tiles(token.reshape(-1, tile), by_row.reshape(7, -1, tile), placed)
 
         def put(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(array).to(device, dtype)
+            return to_device(array, device).to(dtype)
 
         return cls(
             block_size,
@@ -204,7 +205,7 @@ class FlexPlan:
         sequence, context, num_new, first, own, _, position = self.by_row
         *_, enter, leave, new_position = self.by_token
         origin = self.origin
-        size, reach_ = (torch.tensor(x, dtype=torch.int32, device=origin.device) for x in (self.block_size, reach))
+        size, reach_ = (to_device(np.array(x, dtype=np.int32), origin.device) for x in (self.block_size, reach))
 
         @no_type_check  # a check of shapes cannot be traced
         def visible(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
@@ -250,8 +251,7 @@ def _listed(blocks: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor,
     indices = np.zeros((len(blocks), max(2, counts.max())), dtype=np.int32)  # see FlexPlan.by_token
     for row, listed in zip(indices, blocks, strict=True):
         row[: len(listed)] = listed
-    num_blocks, which = torch.from_numpy(counts.astype(np.int32)), torch.from_numpy(indices)
-    return num_blocks.to(device)[None, None], which.to(device)[None, None]
+    return to_device(counts.astype(np.int32), device)[None, None], to_device(indices, device)[None, None]
 
 
 def _origin(placed: Sequence[Placed], block_size: int, num_blocks: int, device: torch.device) -> Tensor:
@@ -259,6 +259,6 @@ def _origin(placed: Sequence[Placed], block_size: int, num_blocks: int, device: 
     sequence = np.repeat(np.arange(len(placed)), [len(each.blocks) for each in placed])
     block = np.concatenate([each.blocks for each in placed])
     before = [np.arange(len(each.blocks)) * block_size - each.lead - each.item.context_len for each in placed]
-    places = torch.from_numpy(np.stack((sequence, block, block * block_size - np.concatenate(before)))).to(device)
+    places = to_device(np.stack((sequence, block, block * block_size - np.concatenate(before))), device)
     origin = torch.full((len(placed) + 1, num_blocks + 1), -FAR, dtype=torch.int32, device=device)
     return origin.index_put_((places[0], places[1]), places[2].to(torch.int32))

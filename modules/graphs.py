@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .batch import AttentionGroup, RaggedBatch
 from .kv_cache import PagedKVCache
+from .transfer import to_device
 
 if TYPE_CHECKING:
     from .layered_model import LayeredModel
@@ -69,9 +70,9 @@ class Padded(NamedTuple):
 
 @dataclass
 class FixedGroup(AttentionGroup):
-    """A group that always has a mask: whether one is needed would have to be asked of the device."""
+    """A group that always has a mask: what a recording sees is not what it saw when it was recorded."""
 
-    def sees_all(self, seen: Tensor) -> bool:
+    def sees_all(self, queries: slice, keys: slice, window: int | None) -> bool:
         return False
 
 
@@ -86,12 +87,12 @@ class Recording:
 
     def fill(self, padded: Padded, hidden: Tensor, batch: RaggedBatch) -> None:
         assert batch.slot_mapping is not None and self.batch.slot_mapping is not None
-        rows = torch.from_numpy(padded.rows).to(hidden.device)
+        rows = to_device(padded.rows, hidden.device)
         torch.index_select(hidden, 0, rows, out=self.hidden)
         torch.index_select(batch.positions, 0, rows, out=self.batch.positions)
         torch.index_select(batch.slot_mapping, 0, rows, out=self.batch.slot_mapping)
         for name in ("key_slots", "visible", "query_positions", "key_positions"):
-            getattr(self.group, name).copy_(torch.from_numpy(getattr(padded, name)))
+            getattr(self.group, name).copy_(to_device(getattr(padded, name), hidden.device))
 
     def forget(self) -> None:
         """What a pass makes of the tensors above, so that the next makes it anew."""
@@ -220,7 +221,7 @@ def _padded(batch: RaggedBatch, shape: Shape) -> Padded:
 
 def _taken(output: Tensor, padded: Padded) -> Tensor:
     """The batch's own rows of a recording's output, copied before it is overwritten."""
-    return output.index_select(0, torch.from_numpy(padded.real).to(output.device))
+    return output.index_select(0, to_device(padded.real, output.device))
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .transfer import to_device
+
 ContentKey = tuple[object, tuple[int, ...]]
 """(parent content, token ids of the block): equal keys mean equal KV. The parent is an id that is never used twice, or
 the namespace of a sequence's first block, so keys compare exactly and never by hash alone."""
@@ -221,9 +223,8 @@ class PagedKVCache:
                     source.append(self.slot(table, table.length + offset))
                     target.append(self.slot(table, table.length + place))
         if source:
-            device = self.data.device
-            moved = self.data.index_select(2, torch.tensor(source, device=device))
-            self.data.index_copy_(2, torch.tensor(target, device=device), moved)
+            moved = self.data.index_select(2, to_device(source, self.data.device))
+            self.data.index_copy_(2, to_device(target, self.data.device), moved)
         for table, offsets in kept:
             table.length += len(offsets)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +27,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from .acceptance import Dense, Distribution, OneHot, Peak
+from .acceptance import Dense, Distribution, Drawn, OneHot, Peak
 from .sampling_params import Processor, SamplingParams
+from .transfer import Fetch, is_apart, to_device
 
 Ids = Int[Tensor, "1 tokens"]
 Row = Float[Tensor, "vocab"]
@@ -50,8 +53,8 @@ class LogitBias(LogitsProcessor):
             raise ValueError(
                 f"logit_bias must name ids below {scores.shape[-1]}, the model's vocabulary, got {max(self.bias)}"
             )
-        values = scores.new_tensor([[self.bias[token_id] for token_id in known]])
-        return scores.index_add(1, torch.tensor(known, dtype=torch.long, device=scores.device), values)
+        values = to_device(np.array([[self.bias[token_id] for token_id in known]]), scores.device).to(scores.dtype)
+        return scores.index_add(1, to_device(known, scores.device), values)
 
 
 class OccurrencePenalty(LogitsProcessor):
@@ -69,6 +72,22 @@ class OccurrencePenalty(LogitsProcessor):
         return scores.index_add(1, token_ids, -(self.presence + self.frequency * counts.to(scores.dtype)).unsqueeze(0))
 
 
+class Asked(NamedTuple):
+    """The distribution that a pipeline makes of one row of logits.
+
+    draw: the uniform that a token would be drawn by. token_id: whose probability is wanted; -1: of the token drawn.
+    """
+
+    pipeline: LogitsPipeline
+    row: int
+    draw: float = 0.0
+    token_id: int = -1
+
+
+Kind = tuple[float | None, ...]
+Read = list[Distribution | None]
+
+
 class LogitsPipeline:
     """One sequence's way from a row of logits to a distribution; plain decoding, verifying and drafting all take it.
 
@@ -76,14 +95,19 @@ class LogitsPipeline:
     for_drafts: make a proposal's distribution. The user's logits_processors are not run: a draft's distribution may be
         any, and processors with state must see only prefixes that were emitted.
     keep_probs: at temperature 0 give `Peak`, which holds the probabilities at temperature 1.
+
+    kind: pipelines of one kind do the same whatever the prefix, to rows at once too, see `distributions`; None: what it
+        does depends on the prefix.
     """
 
     def __init__(
         self, params: SamplingParams, num_prompt: int, for_drafts: bool = False, keep_probs: bool = False
     ) -> None:
-        self._greedy, self._keep_probs = params.is_greedy, keep_probs
+        self.is_greedy, self._keep_probs = params.is_greedy, keep_probs
         self._processors = _make_processors(params, num_prompt, for_drafts)
-        self._warpers = [] if self._greedy else _make_warpers(params)
+        self._warpers = [] if self.is_greedy else _make_warpers(params)
+        settings = () if self.is_greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
+        self.kind: Kind | None = None if self._processors or (self.is_greedy and keep_probs) else settings
 
     def __call__(self, logits_row: Row, prefix: Sequence[int]) -> Distribution:
         """The distribution of the token after `prefix` (prompt included), whose raw logits are `logits_row`.
@@ -94,10 +118,10 @@ class LogitsPipeline:
         scores = logits_row.unsqueeze(0)
         if self._processors:
             scores = scores.to(_at_least_float32(scores), copy=True)  # a user's processor may write into its argument
-            input_ids = torch.from_numpy(np.array([prefix], dtype=np.int64)).to(scores.device)
+            input_ids = to_device(prefix, scores.device).unsqueeze(0)
             for process in self._processors:
                 scores = process(input_ids, scores)
-        if self._greedy:
+        if self.is_greedy:
             token_id, size = greedy_ids(scores)[0], scores.shape[-1]
             if not self._keep_probs:
                 return OneHot(token_id, size)
@@ -105,13 +129,52 @@ class LogitsPipeline:
         return Dense(self._warped_probs(scores.to(_at_least_float32(scores))))
 
     def _warped_probs(self, scores: Scores) -> Row:
-        unread = torch.empty(1, 0, dtype=torch.long)  # warpers look at scores only
-        for warp in self._warpers:
-            scores = warp(unread, scores)
-        probs = torch.softmax(scores, dim=-1)[0]
+        probs = self._softmax(scores)[0]
         if math.isnan(probs[0].item()):  # one entry tells: without a finite sum all of them are NaN
             raise _no_distribution(scores)
         return probs
+
+    def _softmax(self, scores: Scores) -> Scores:
+        unread = torch.empty(1, 0, dtype=torch.long)  # warpers look at scores only
+        for warp in self._warpers:
+            scores = warp(unread, scores)
+        return torch.softmax(scores, dim=-1)
+
+    def start(self, rows: Scores, asked: Sequence[Asked], fetch: Fetch) -> Callable[[list[Any]], Read]:
+        """Make the distributions of some rows, as calls do, where `kind` is not None.
+
+        What the host must know of them is added to `fetch`; the function returned makes them of what `fetch.take` gave:
+        None for a row that defines none.
+        """
+        if self.is_greedy:
+            values, ids = (fetch.add(found) for found in rows.max(dim=-1))
+            size = rows.shape[-1]
+            return lambda got: [
+                OneHot(token_id, size) if value > -math.inf else None
+                for value, token_id in zip(got[values], got[ids], strict=True)
+            ]
+        parts = [
+            self._start_drawing(part, some, fetch)
+            for part, some in zip(rows.split(_at_once(rows)), _split(asked, _at_once(rows)), strict=True)
+        ]
+        return lambda got: [one for part in parts for one in part(got)]
+
+    def _start_drawing(self, rows: Scores, asked: Sequence[Asked], fetch: Fetch) -> Callable[[list[Any]], Read]:
+        probs = self._softmax(rows.to(_at_least_float32(rows)))
+        cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+        draws = to_device(np.array([[one.draw] for one in asked]), rows.device)
+        found = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
+        named = to_device([one.token_id if one.token_id < rows.shape[1] else -1 for one in asked], rows.device)
+        wanted = torch.where(named < 0, found[:, 0].clamp(max=rows.shape[1] - 1), named)
+        places = [
+            fetch.add(one) for one in (found[:, 0], wanted, probs.gather(1, wanted[:, None])[:, 0], cumulative[:, -1])
+        ]
+        return lambda got: [
+            Drawn(row, token_id, one.draw, known, mass) if total > 0.0 else None
+            for row, one, token_id, known, mass, total in zip(
+                probs, asked, *(got[place] for place in places), strict=True
+            )
+        ]
 
 
 def _make_processors(params: SamplingParams, num_prompt: int, for_drafts: bool) -> list[Processor]:
@@ -161,11 +224,55 @@ def logprobs(logits_row: Row, token_id: int, top: int) -> tuple[float, dict[int,
     return float(values[token_id]), dict(zip(ids.tolist(), best.tolist(), strict=True))
 
 
+def distributions(logits: Scores, asked: Sequence[Asked], fetch: Fetch) -> Callable[[list[Any]], Read]:
+    """Many distributions, and the tokens drawn from them, of rows of one pass: together where pipelines are of a kind.
+
+    Returns what makes them, in their order, of what `fetch.take` gave. None stands where the prefix must be known, and
+    where a row defines none: its pipeline says why.
+    """
+    groups: dict[Kind, list[int]] = defaultdict(list)
+    for place, one in enumerate(asked):
+        if one.pipeline.kind is not None:
+            groups[one.pipeline.kind].append(place)
+    started = [
+        (places, asked[places[0]].pipeline.start(rows_of(logits, [one.row for one in some]), some, fetch))
+        for places in groups.values()
+        for some in [[asked[place] for place in places]]
+    ]
+
+    def finish(got: list[Any]) -> Read:
+        made: Read = [None] * len(asked)
+        for places, make in started:
+            for place, one in zip(places, make(got), strict=True):
+                made[place] = one
+        return made
+
+    return finish
+
+
+def rows_of(logits: Scores, rows: Sequence[int]) -> Scores:
+    """Some rows, not copied where they lie in one piece."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return logits[rows[0] : rows[0] + len(rows)]
+    return logits.index_select(0, to_device(rows, logits.device))
+
+
+def _at_once(logits: Tensor) -> int:
+    """Rows of which what is made stays in a CPU's caches, or within a GPU's memory."""
+    return max((FAR_AT_ONCE if is_apart(logits.device) else AT_ONCE) // logits.shape[1], 1)
+
+
+def _split(asked: Sequence[Asked], size: int) -> list[Sequence[Asked]]:
+    return [asked[first : first + size] for first in range(0, len(asked), size)]
+
+
 DEEP = 64
 """Logits that `likeliest` folds onto each other: few enough to sort what is left, many enough to leave little."""
 AT_ONCE = 200_000
 """Logits that `likeliest` reads at once on a CPU: what it makes of more does not stay in the caches, nor in the
 allocator, which takes three times as long at 16 rows of 49152 bfloat16."""
+FAR_AT_ONCE = 2**24
+"""The same elsewhere: 128 MiB of float64."""
 
 
 def likeliest(
@@ -180,9 +287,8 @@ def likeliest(
     the speed of memory and a sort of few, where torch.topk over 49152 logits takes several times as long on a CPU. Of
     equals at the end any may be taken.
     """
-    rows, vocab = logits.shape
-    at_once = max(AT_ONCE // vocab, 1) if logits.device.type == "cpu" else max(rows, 1)
-    if rows <= at_once:
+    at_once = _at_once(logits)
+    if len(logits) <= at_once:
         return _likeliest(logits, k, among_them)
     ids, values = zip(*(_likeliest(part, k, among_them) for part in logits.split(at_once)), strict=True)
     return torch.cat(ids), torch.cat(values)
@@ -215,17 +321,15 @@ def _folds(vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
         return layers, torch.arange(DEEP * width, vocab, device=device)
 
 
-def make_generator(
-    seed: int | None, index: int = 0, device: torch.device | str = "cpu", stream: int = 0
-) -> torch.Generator:
+def make_generator(seed: int | None, index: int = 0, stream: int = 0) -> torch.Generator:
     """The generator of a request's `index`-th text: a pure function of `seed + index` and `stream`.
 
     So the third text of seed 7 is the first of seed 9. Streams of one seed are independent of each other: 0 draws from
-    the target, 1 drafts. Without a seed every call gives a different generator. Neighbouring seeds are hashed apart;
-    devices of different kinds draw different numbers from one seed.
+    the target, 1 drafts. Without a seed every call gives a different generator. Neighbouring seeds are hashed apart.
+    Numbers are drawn on the host, the same for all devices.
     """
     key = secrets.randbits(64) if seed is None else seed + index
-    return torch.Generator(device).manual_seed(_splitmix64(_splitmix64(key) + stream))
+    return torch.Generator().manual_seed(_splitmix64(_splitmix64(key) + stream))
 
 
 def _splitmix64(state: int) -> int:

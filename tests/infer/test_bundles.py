@@ -77,9 +77,10 @@ class WatchedDraft(EarlyExitDrafter):
 
     seen: list[tuple[int, list[int], torch.Tensor]]
 
-    def _draw(self, chain, states, row):
-        self.seen.append((self.depth(chain.sequence.params), chain.sequence.token_ids + chain.token_ids, row))
-        super()._draw(chain, states, row)
+    def _draw(self, chains, states, logits):
+        for chain, row in zip(chains, logits, strict=True):
+            self.seen.append((self.depth(chain.sequence.params), chain.sequence.token_ids + chain.token_ids, row))
+        super()._draw(chains, states, logits)
 
 
 class WatchedWindow(HierarchicalDrafter):
@@ -87,11 +88,11 @@ class WatchedWindow(HierarchicalDrafter):
 
     seen: list[tuple[int, list[int], torch.Tensor]]
 
-    def _verify(self, window, tree, states, rows):
+    def _verify(self, one, states, rows):
         for node, row in enumerate(rows):
-            path = [tree.token_ids[i] for i in tree.path_to(node)[1:]]
-            self.seen.append((window.layer, window.shadow.token_ids + path, row))
-        return super()._verify(window, tree, states, rows)
+            path = [one.tree.token_ids[i] for i in one.tree.path_to(node)[1:]]
+            self.seen.append((one.window.layer, one.window.shadow.token_ids + path, row))
+        return super()._verify(one, states, rows)
 
 
 @pytest.mark.parametrize("inner", ["early-exit", "logitspec"])

@@ -73,10 +73,10 @@ def test_handing_the_drafts_own_q_to_the_last_stage_is_found():
     """Stage two must use p_i (HiSpec). With q_d instead the chi-square over first tokens must fail, and clearly."""
 
     class Wrong(HierarchicalDrafter):
-        def _verify(self, window, tree, *rows):
-            verdict = super()._verify(window, tree, *rows)
+        def _verify(self, one, *rows):
+            verdict = super()._verify(one, *rows)
             for i in range(verdict.num_accepted):
-                window.probs[i - verdict.num_accepted - 1] = tree.probs[i]
+                one.window.probs[i - verdict.num_accepted - 1] = one.tree.probs[i]
             return verdict
 
     table, runs = random_table(4, seed=3), 1500
