@@ -20,8 +20,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from torch import Tensor
-
 from ..modules.token_tree import TokenTree
 from .datastore import Datastore, Matches, corpus_classes
 from .drafter import Observation, likely_on_paths
@@ -38,7 +36,7 @@ from .estimates import (
     Estimates,
     Source,
 )
-from .readout import Likely, likely_rows
+from .readout import Likely, Rows
 from .recall import Continuations, Entry, Namespaces, SharedContinuations, Successors, continuation_classes
 from .request import Sequence
 
@@ -173,10 +171,10 @@ class AdaptiveTrees:
             state.last_places = frozenset(place for token_id, place in last.items() if token_id < self.prompt_vocab)
         return [place for place in range(max(start, state.num_read), stop) if place in state.last_places]
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None:
         state, now = self._state(sequence), self.clock()
         _, successors = self._memory(state)
-        for position, likely in zip(positions, _classes(likely_rows(logits, self.num_likely)), strict=True):
+        for position, likely in zip(positions, _classes(rows.likely(self.num_likely)), strict=True):
             tail = tuple(sequence.token_ids[max(position + 1 - MAX_ORDER, 0) : position + 1])
             successors.remember(tail, likely, state.owner, now)
         state.num_read = max(state.num_read, positions[-1] + 1)

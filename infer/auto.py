@@ -16,8 +16,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from ..modules.kv_cache import PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
@@ -28,6 +26,7 @@ from .cost_model import CostModel
 from .drafter import Drafter, Observation, SomeFailed, TreeDrafter
 from .exits import Tap
 from .intake import MAX_DRAFT_TOKENS
+from .readout import Rows
 from .request import GenerationParams, Sequence
 
 MAX_NODES = 64
@@ -249,10 +248,10 @@ class AutoDrafter(Drafter):
         assert self.cost is not None, "attach() makes one"
         return self.cost.seconds(len(texts), len(texts), sum(text.table.length for text in texts))
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None:
         assert self.tree is not None, "nothing was asked for"
         started = self.clock()
-        self.tree.read(sequence, positions, logits)
+        self.tree.read(sequence, positions, rows)
         self._row = smoothed(self._row, (self.clock() - started) / len(positions))
 
     def scheduled(self, running: SequenceOf[Sequence]) -> None:

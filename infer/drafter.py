@@ -20,7 +20,7 @@ from ..modules.kv_cache import PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.sampling import rows_of
 from ..modules.token_tree import TokenTree
-from .readout import Likely, likely_rows
+from .readout import Likely, Rows, likely_rows
 from .request import GenerationParams, Sequence
 from .target import Exact, TargetRule
 
@@ -98,7 +98,8 @@ class Drafter:
     """The target's early exits that it uses; the engine attaches them first, and collects the work they count."""
 
     num_likely: int = 0
-    """How many of the likeliest tokens after each accepted node it asks for, see `likely_on_paths`."""
+    """How many of the likeliest tokens after each accepted node, and after what it reads, it asks for, see
+    `likely_on_paths`: so many are read with the pass where asking later would be waiting."""
     prompt_vocab: int | None = None
     """Of the logits that it is given to `read`, it needs only the first so many tokens' ones; None: all."""
 
@@ -152,8 +153,8 @@ class Drafter:
         """
         return ()
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
-        """logits: [positions, prompt_vocab] raw target logits after these tokens. Valid during the call."""
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None:
+        """rows: what the target says after these tokens, of the first `prompt_vocab`. Valid during the call."""
 
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """Learn from verified steps. Called once per pass, before what was emitted is handed to the user."""

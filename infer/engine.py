@@ -16,7 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,13 @@ from ..modules.kv_cache import CacheTable
 from ..modules.layered_model import LayeredModel
 from ..modules.sampling import LogitsPipeline, logprobs, make_generator
 from ..modules.token_tree import TokenTree
-from ..modules.transfer import to_device
+from ..modules.transfer import is_apart, to_device
 from .drafter import Drafter, Observation, SomeFailed
 from .exits import MOST_OWED, Tap, at_once, catch_up
 from .intake import MAX_DRAFT_TOKENS, Intake, paired
 from .mailbox import Mailbox, Mailboxes
 from .memory import blocks_within
-from .readout import Known, Proposal, read_out
+from .readout import Known, Proposal, Rows, read_out
 from .request import Completion, GenerationParams, Prompt, Sequence, StreamChunk, TokenLogprob, TokenOrigin
 from .scheduler import Scheduled, Scheduler
 from .segments import Share, proposal_item, run_segments
@@ -55,6 +55,15 @@ class _Decoding:
     pipeline: LogitsPipeline
     text: TextStream
     stop_ids: frozenset[int]
+
+
+class _Reading(NamedTuple):
+    """Rows of a prompt that a drafter has asked for."""
+
+    drafter: Drafter
+    sequence: Sequence
+    positions: SequenceOf[int]
+    rows: Rows
 
 
 @dataclass(frozen=True)
@@ -291,10 +300,13 @@ class Engine:
         steps.sort(key=lambda step: step.item.size, reverse=True)  # attention reads such rows in place
         items = [step.item for step in steps]
         batch = RaggedBatch.build(items, self.cache.block_size, self.model.device)
-        hidden, reading = self._run(batch, steps)
+        hidden = self._run(batch, steps)
+        shown = time.perf_counter()
+        readings = self._read_prompts(hidden, batch, steps)
+        reading = time.perf_counter() - shown
         states, logits = self._logits(hidden, batch, steps)
         ran = time.perf_counter()
-        self._verify(steps, states, logits)
+        self._verify(steps, states, logits, readings)
         verified = time.perf_counter()
         self._observe(steps)
         observed = time.perf_counter()
@@ -370,8 +382,8 @@ class Engine:
         for sequence in group:
             sequence.stats.draft_failures += 1
 
-    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> tuple[Tensor, float]:
-        """[tokens, hidden] after the last layer, and how long it took drafters to read.
+    def _run(self, batch: RaggedBatch, steps: list[_Step]) -> Tensor:
+        """[tokens, hidden] after the last layer.
 
         Tokens that a drafter has run through the first layers join where it stopped: each token passes each layer once.
         """
@@ -379,12 +391,26 @@ class Engine:
         ran = run_segments(self.model, self.cache, shares, batch, self.model.num_layers)
         work = {"full": ran.layer_tokens, "prefill": ran.prefill_layer_tokens, "passes": ran.layer_passes}
         self.stats.record_work(work)
-        started = time.perf_counter()
-        self._show_context(ran.hidden, batch, steps)
-        return ran.hidden, time.perf_counter() - started
+        return ran.hidden
 
-    def _show_context(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> None:
-        """Give drafters the logits that they ask for of tokens before the roots, so many rows at a time."""
+    def _read_prompts(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> list[_Reading]:
+        """Give drafters what they ask for of tokens before the roots; what would be waited for is left to be read with
+        all else, and returned."""
+        readings = self._readings(hidden, batch, steps)
+        if is_apart(hidden.device):
+            return list(readings)
+        for one in readings:
+            self._let_read(one)
+        return []
+
+    def _let_read(self, reading: _Reading) -> None:
+        try:
+            reading.drafter.read(reading.sequence, reading.positions, reading.rows)
+        except Exception as error:
+            self._drafter_failed(reading.drafter.name, [reading.sequence], error)
+
+    def _readings(self, hidden: Tensor, batch: RaggedBatch, steps: list[_Step]) -> Iterator[_Reading]:
+        """So many rows at a time."""
         for step, row in zip(steps, batch.cu_seqlens, strict=False):
             sequence = step.scheduled.sequence
             start, count = sequence.table.length, step.scheduled.num_tokens - (step.tree is not None)
@@ -396,7 +422,8 @@ class Engine:
                 for first in range(0, len(wanted), ROWS_READ):
                     positions = wanted[first : first + ROWS_READ]
                     rows = to_device([row + position - start for position in positions], hidden.device)
-                    drafter.read(sequence, positions, self._prompt_logits(drafter, hidden.index_select(0, rows)))
+                    logits = self._prompt_logits(drafter, hidden.index_select(0, rows))
+                    yield _Reading(drafter, sequence, positions, Rows(logits))
             except Exception as error:
                 self._drafter_failed(drafter.name, [sequence], error)
 
@@ -428,12 +455,15 @@ class Engine:
         states = self.model.final(hidden)
         return states, self.model.unembed(states)
 
-    def _verify(self, steps: list[_Step], states: Tensor, logits: Tensor) -> None:
+    def _verify(self, steps: list[_Step], states: Tensor, logits: Tensor, readings: list[_Reading]) -> None:
         """Give each proposal its rows and its verdict. What is asked of the logits is read for all of them at once."""
         proposed = [(step, step.tree) for step in steps if step.tree is not None]
-        if not proposed:
+        if not proposed and not readings:
             return
-        known = read_out(logits, [self._proposal(step.scheduled.sequence, tree) for step, tree in proposed])
+        proposals = [self._proposal(step.scheduled.sequence, tree) for step, tree in proposed]
+        known = read_out(logits, proposals, [(one.rows, one.drafter.num_likely) for one in readings])
+        for one in readings:
+            self._let_read(one)
         sizes = [len(tree) for _, tree in proposed]
         for (step, tree), *parts in zip(proposed, states.split(sizes), logits.split(sizes), known, strict=True):
             step.predicted = _Predicted(*parts)

@@ -14,8 +14,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
-from torch import Tensor
-
 from ..modules.kv_cache import PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.token_tree import TokenTree
@@ -24,6 +22,7 @@ from .datastore import Datastore
 from .drafter import Observation, TreeDrafter, likely_on_paths
 from .intake import MAX_DRAFT_TOKENS
 from .ngram_index import NgramIndex
+from .readout import Rows
 from .request import Sequence
 from .stats import RETRIEVED
 
@@ -50,7 +49,7 @@ class Trees(Protocol):
 
     def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]: ...
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None: ...
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None: ...
 
     def release(self, sequence_id: int) -> None: ...
 
@@ -150,8 +149,8 @@ class LogitSpecDrafter(TreeDrafter):
     def unread(self, sequence: Sequence, start: int, stop: int) -> SequenceOf[int]:
         return self._trees.unread(sequence, start, stop)
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
-        self._trees.read(sequence, positions, logits)
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None:
+        self._trees.read(sequence, positions, rows)
 
     def release(self, sequence_id: int) -> None:
         self._trees.release(sequence_id)
@@ -186,7 +185,7 @@ class PaperTrees:
     def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]:
         return []
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], logits: Tensor) -> None:
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None:
         raise AssertionError("nothing was asked for")
 
     def release(self, sequence_id: int) -> None:

@@ -25,6 +25,20 @@ Likely = tuple[list[int], list[float]]
 """The likeliest tokens after one node, best first, and their log-probabilities among themselves."""
 
 
+class Rows:
+    """What a model says after some tokens of a prompt, for a drafter that reads them. logits: [rows, vocab]."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+        self.known: list[Likely] | None = None
+
+    def likely(self, count: int) -> list[Likely]:
+        """The likeliest tokens of each row: as read with the pass, or read now."""
+        if self.known is not None and len(self.known[0][0]) == min(count, self.logits.shape[1]):
+            return self.known
+        return likely_rows(self.logits, count)
+
+
 class Proposal(NamedTuple):
     """num_likely: likeliest tokens that a drafter will ask of each node."""
 
@@ -44,8 +58,10 @@ class Known:
     likely: list[Likely] | None = None
 
 
-def read_out(logits: Tensor, proposals: SequenceOf[Proposal]) -> list[Known]:
-    """logits: [nodes of all proposals, vocab]."""
+def read_out(
+    logits: Tensor, proposals: SequenceOf[Proposal], prompts: SequenceOf[tuple[Rows, int]] = ()
+) -> list[Known]:
+    """logits: [nodes of all proposals, vocab]. prompts: rows that will be read too, and how many likeliest tokens."""
     fetch, known = Fetch(is_apart(logits.device)), [Known() for _ in proposals]
     if len(proposals) == 1 and not fetch.apart:  # nothing is saved by reading one row ahead
         return known
@@ -58,14 +74,17 @@ def read_out(logits: Tensor, proposals: SequenceOf[Proposal]) -> list[Known]:
             nodes.append((one, ask.row - first))
     finish = distributions(logits, asked, fetch)
     likely = _start_likely(logits, proposals, fetch) if fetch.apart else []
+    also = [(rows, _start(rows.logits, count, fetch)) for rows, count in prompts if count]
     got = fetch.take()
     for (one, node), distribution in zip(nodes, finish(got), strict=True):
         if distribution is not None:
             one.distributions[node] = distribution
-    for numbers, *places in likely:
+    for numbers, places in likely:
         rows = list(zip(*(got[place] for place in places), strict=True))
         for number in numbers:
             known[number].likely, rows = rows[: sizes[number]], rows[sizes[number] :]
+    for prompt, places in also:
+        prompt.known = list(zip(*(got[place] for place in places), strict=True))
     return known
 
 
@@ -91,8 +110,16 @@ def _drafted(tree: TokenTree, node: int) -> int:
     return next(iter(tree.children[node]), -1) if tree.probs is not None else -1
 
 
-def _start_likely(logits: Tensor, proposals: SequenceOf[Proposal], fetch: Fetch) -> list[tuple[list[int], int, int]]:
-    """(proposals, places of their rows' ids and log-probabilities), together where drafters ask for as many."""
+def _start(rows: Tensor, count: int, fetch: Fetch) -> tuple[int, int]:
+    """The places of the likeliest ids and of their log-probabilities."""
+    ids, logprobs = likeliest(rows, count, among_them=True)
+    return fetch.add(ids), fetch.add(logprobs)
+
+
+def _start_likely(
+    logits: Tensor, proposals: SequenceOf[Proposal], fetch: Fetch
+) -> list[tuple[list[int], tuple[int, int]]]:
+    """(proposals, `_start` of all their rows), together where drafters ask for as many."""
     groups: dict[int, list[int]] = defaultdict(list)
     starts = [0]
     for number, (tree, _, _, count) in enumerate(proposals):
@@ -102,8 +129,7 @@ def _start_likely(logits: Tensor, proposals: SequenceOf[Proposal], fetch: Fetch)
     found = []
     for count, numbers in groups.items():
         rows = [row for number in numbers for row in range(starts[number], starts[number + 1])]
-        ids, logprobs = likeliest(rows_of(logits, rows), count, among_them=True)
-        found.append((numbers, fetch.add(ids), fetch.add(logprobs)))
+        found.append((numbers, _start(rows_of(logits, rows), count, fetch)))
     return found
 
 
@@ -123,8 +149,7 @@ def drawn(
 
 def likely_rows(rows: Tensor, count: int) -> list[Likely]:
     """The likeliest tokens of some rows of logits, read now."""
-    ids, logprobs = likeliest(rows, count, among_them=True)
     fetch = Fetch(is_apart(rows.device))
-    places = [fetch.add(ids), fetch.add(logprobs)]
+    places = _start(rows, count, fetch)
     got = fetch.take()
     return list(zip(*(got[place] for place in places), strict=True))

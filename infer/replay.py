@@ -275,13 +275,16 @@ class _Replayed:
 
     def _read_prompt(self) -> None:
         """Nothing of it comes from a prefix cache, and it is one pass."""
+        from .readout import Rows as PromptRows
+
         positions = list(self.drafter.unread(self.sequence, 0, self.sequence.num_prompt - 1))
         size = self.rows.logits.shape[0]
         for first in range(0, len(positions), size):
             part = positions[first : first + size]
             nodes = list(range(len(part)))
             self.rows.fill(nodes, self.text.top_ids[part], self.text.top_logprobs[part])
-            self.drafter.read(self.sequence, part, self.rows.logits[: len(part), : self.drafter.prompt_vocab])
+            rows = PromptRows(self.rows.logits[: len(part), : self.drafter.prompt_vocab])
+            self.drafter.read(self.sequence, part, rows)
             self.rows.forget(nodes)
 
     def _step(self) -> None:

@@ -24,7 +24,7 @@ def to_device(values: np.ndarray | Sequence[int], device: torch.device | str) ->
     launched, and the host goes on."""
     array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
     tensor = torch.from_numpy(array)
-    if torch.device(device).type == "cuda":  # memory that is not pinned is waited for
+    if torch.device(device).type == "cuda" and array.size:  # memory that is not pinned is waited for
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

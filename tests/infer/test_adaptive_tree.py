@@ -297,10 +297,10 @@ class Watching(LogitSpecDrafter):
         super().__init__(**arguments)
         self.seen: dict[int, torch.Tensor] = {}
 
-    def read(self, sequence, positions, logits):
+    def read(self, sequence, positions, rows):
         assert not self.seen.keys() & set(positions), "a row is read once"
-        self.seen |= dict(zip(positions, logits, strict=True))
-        super().read(sequence, positions, logits)
+        self.seen |= dict(zip(positions, rows.logits, strict=True))
+        super().read(sequence, positions, rows)
 
 
 @pytest.mark.parametrize(("max_batch_tokens", "vocab"), [(512, 8192), (4, 8192), (4, 20), (512, 7)])

@@ -404,8 +404,8 @@ class ReadingTrees(ScriptedTrees):
     def unread(self, sequence, start, stop):
         return range(start, stop)
 
-    def read(self, sequence, positions, logits):
-        assert logits.shape == (len(positions), 48)
+    def read(self, sequence, positions, rows):
+        assert rows.logits.shape == (len(positions), 48)
         self.read_positions += len(positions)
         self.clock.now += 20e-6 * len(positions)
 

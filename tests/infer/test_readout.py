@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from heads import random_exits
-from speclight.infer import readout
+from speclight.infer import engine, readout
 from speclight.infer.auto import AutoDrafter
 from speclight.infer.cost_model import Calibration, CostModel
 from speclight.infer.draft_model import DraftModelDrafter
@@ -72,7 +72,7 @@ def far(model):
 @pytest.fixture
 def apart(monkeypatch):
     """The host believes that all tensors are on a device of their own."""
-    for module in (readout, sampling):
+    for module in (engine, readout, sampling):
         monkeypatch.setattr(module, "is_apart", lambda device: True)
 
 
@@ -80,9 +80,9 @@ PASSES = CostModel(Calibration((1, 64), (1e-3, 2e-3), (1e-4, 2e-4)))
 DRAFTERS = {
     "ar": Drafter,
     "prompt-lookup": PromptLookupDrafter,
-    "logitspec": lambda: LogitSpecDrafter(k=8, prompt_vocab=0),
+    "logitspec": lambda: LogitSpecDrafter(k=8),
     "paper": lambda: LogitSpecDrafter(k=8, tree="paper"),
-    "auto": lambda: AutoDrafter(LogitSpecDrafter(k=8, prompt_vocab=0), cost=PASSES),
+    "auto": lambda: AutoDrafter(LogitSpecDrafter(k=8), cost=PASSES),
     "early-exit": lambda: EarlyExitDrafter(1, num_tokens=3),
     "head": lambda: EarlyExitDrafter(1, num_tokens=3, exits=random_exits("block", (1,))),
     "hispec": lambda: HierarchicalDrafter(EarlyExitDrafter(1, num_tokens=2), 2, window=3),
