@@ -141,25 +141,19 @@ def _generate_file(options: GenerateOptions) -> bool:
     assert options.input is not None
     assert options.output is not None
     jobs = read_jobs(options.input, options.params())
-    # refuses what it can before results of an earlier run are gone
-    prepared = prepared_jobs(options, jobs) if options.overwrite else None
     results = Results(options.output, jobs, shaping_settings(options), options.overwrite)
     try:
         if results.missing:
-            return run_missing(options, results, len(jobs), prepared) > 0
+            return run_missing(options, results, len(jobs)) > 0
         print(f"speclight: {options.output} is complete: nothing left to do", file=sys.stderr)
         return False
     finally:
         results.close()
 
 
-def run_missing(
-    options: AnswerOptions, results: Results, total: int, prepared: tuple[Prepared, list[Job]] | None = None
-) -> int:
+def run_missing(options: AnswerOptions, results: Results, total: int) -> int:
     """Answer what has no result yet, with a progress bar; what an interruption leaves is done by the next run.
     Returns how many texts ended in an error.
-
-    prepared: what `prepared_jobs` has made of the missing jobs, if it was called.
     """
     from tqdm import tqdm
 
@@ -167,7 +161,7 @@ def run_missing(
     from .terminal import summary
 
     done = total - len(results.missing)
-    ready, jobs = prepared or prepared_jobs(options, results.missing)
+    ready, jobs = prepared_jobs(options, results.missing)
     engine = build_engine(ready)
     completions: list[Completion] = []
     with tqdm(total=total, initial=done, unit="prompt", disable=None) as bar:

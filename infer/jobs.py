@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -164,9 +165,11 @@ def result_row(key: str | int, completion: Completion) -> dict[str, Any]:
 
 
 class Results:
-    """The output file of a run. `missing` are the jobs that have no complete result in it yet.
+    """The output file of a run. `missing` are the jobs that have no complete result in it yet; `has_begun` says whether
+    it holds any of this run or of one that this run continues.
 
-    settings: what shaped the results, as plain JSON values. overwrite: begin anew.
+    settings: what shaped the results, as plain JSON values. overwrite: begin anew; what was there stays until the first
+    new result, so that a run which is refused loses nothing.
 
     Raises ValueError for a file that holds results of other settings or other rows, or no results of ours, and for
     what is no file.
@@ -178,31 +181,40 @@ class Results:
         check_output_file(Path(path))
         self.path, self.jobs = Path(path).resolve(), jobs
         self.sidecar = self.path.with_name(self.path.name + ".meta.json")
+        self._settings, self.has_begun, self.missing = settings, False, list(jobs)
         with one_at_a_time(self.path.parent):
             check_unlocked(self.path)
-            self._begin(settings, overwrite)
+            if not overwrite:
+                self._continue(settings)
+            self._file = open_locked(self.path)
 
-    def _begin(self, settings: Mapping[str, Any], overwrite: bool) -> None:
-        """Read what is there, write it back without what a kill cut off, and hold the file."""
-        if overwrite:
-            self.path.unlink(missing_ok=True)
-            self.sidecar.unlink(missing_ok=True)
+    def _continue(self, settings: Mapping[str, Any]) -> None:
+        """Read what is there, and write it back without what a kill cut off; where nothing is left the run begins."""
         rows = self._read_back(json.loads(json.dumps(settings)))
         counts = Counter(row["id"] for row in rows)
         self.missing = [job for job in self.jobs if counts[job.key] < job.params.n]
         torn = {job.key for job in self.missing}
-        replace_file(self.path, b"".join(_encode(row) for row in rows if row["id"] not in torn))
-        replace_file(self.sidecar, (json.dumps(settings, indent=2) + "\n").encode())
-        self._file = open_locked(self.path)
+        kept = [row for row in rows if row["id"] not in torn]
+        self.has_begun = bool(kept)
+        if kept:
+            replace_file(self.path, b"".join(map(_encode, kept)))
 
     def write(self, job: Job, completions: Iterable[Completion]) -> None:
         """Append all texts of one job."""
         rows = [result_row(job.key, completion) | {"input": job.fingerprint} for completion in completions]
+        if not self.has_begun:
+            self._file.truncate(0)  # an empty file is nobody's, should this be as far as it gets
+            replace_file(self.sidecar, (json.dumps(self._settings, indent=2) + "\n").encode())
+            self.has_begun = True
         self._file.write(b"".join(map(_encode, rows)))
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        """A file goes to which nothing was ever added."""
+        with one_at_a_time(self.path.parent):
+            if not os.fstat(self._file.fileno()).st_size:
+                self.path.unlink(missing_ok=True)
+            self._file.close()
 
     def _read_back(self, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The complete rows of an earlier run. The last line may be torn; nothing else may be wrong."""

@@ -45,8 +45,6 @@ def regenerate(options: RegenerateOptions) -> None:
     answers = Path(options.output + ".answers")
     _check_paths(options, answers)
     jobs = [_question(job) for job in read_jobs(options.input, options.params())]
-    if options.overwrite or not answers.exists():
-        prepared_jobs(options, jobs)  # refuses what it can before anything is written
     results = Results(answers, jobs, shaping_settings(options), options.overwrite)
     try:
         if results.missing:
@@ -85,7 +83,8 @@ def _run(options: RegenerateOptions, results: Any, jobs: Sequence[Job]) -> None:
     try:
         run_missing(options, results, len(jobs))
     except KeyboardInterrupt:
-        _write(options, results.path, jobs)
+        if results.has_begun:
+            _write(options, results.path, jobs)
         raise
 
 

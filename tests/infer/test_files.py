@@ -17,6 +17,8 @@ def test_a_run_that_begins_while_another_begins_is_refused_and_loses_nothing(
 ) -> None:
     """The second one comes between the first one's check and its lock, the worst moment."""
     path, errors = tmp_path / "out.jsonl", list[str]()
+    path.write_text('{"id": "a", "input": "of an earlier run"}\n')
+    path.with_name("out.jsonl.meta.json").write_text("{}")
 
     def second() -> None:
         try:
@@ -38,6 +40,7 @@ def test_a_run_that_begins_while_another_begins_is_refused_and_loses_nothing(
     assert [("being written by another run" in error) for error in errors] == [True]
     assert path.stat().st_ino == os.fstat(first._file.fileno()).st_ino
     first.close()
+    assert path.read_text() == '{"id": "a", "input": "of an earlier run"}\n'
 
 
 def test_a_held_folder_is_refused_to_others_until_it_is_free(tmp_path: Path) -> None:

@@ -75,6 +75,29 @@ def prompts(*texts: str) -> list[dict]:
     return [{"prompt": text} for text in texts]
 
 
+def test_what_a_run_would_overwrite_stays_until_its_first_result(tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in.jsonl", prompts("a", "bb")), tmp_path / "out.jsonl"
+    run(source, output)
+    before, settings = output.read_bytes(), output.with_name("out.jsonl.meta.json").read_bytes()
+    other = write(tmp_path / "other.jsonl", prompts("ccc", "dd"))
+    with pytest.raises(KeyboardInterrupt):
+        run(other, output, FakeEngine(stop_after=0), overwrite=True)
+    assert (output.read_bytes(), output.with_name("out.jsonl.meta.json").read_bytes()) == (before, settings)
+    with pytest.raises(KeyboardInterrupt):
+        run(other, output, FakeEngine(stop_after=1), overwrite=True)
+    assert len(rows_of(output)) == 1
+    assert run(other, output).ran
+    assert len(rows_of(output)) == 2
+
+
+def test_a_run_without_a_result_leaves_no_file(tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in.jsonl", prompts("a")), tmp_path / "out.jsonl"
+    for more in ({}, {"overwrite": True}):
+        with pytest.raises(KeyboardInterrupt):
+            run(source, output, FakeEngine(stop_after=0), **more)
+        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
