@@ -28,14 +28,11 @@ from .exits import Tap
 from .intake import MAX_DRAFT_TOKENS
 from .readout import Rows
 from .request import GenerationParams, Sequence
+from .trials import MARGIN, WEIGHED_EVERY, Budget, ShownTexts
 
 MAX_NODES = 64
 """Nodes of a tree, root included, where neither engine nor request says otherwise."""
-PROBING_SHARE = 0.01
-"""Of the time, what trying chain drafters again may cost."""
 LONGEST_PROBE_WAIT = 1024
-MARGIN = 1.05
-"""What a chain must promise over trees: both are estimates, and what looks best of several is so by luck too."""
 READING_GAIN, TYPICAL_LENGTH = 0.01, 256
 """What reading a prompt's rows is taken to save of its text's time without drafts: 1.1 to 1.4 % of the steps with
 drafts (docs/LOG.md), of which there are fewer. And how long a text becomes that may become longer."""
@@ -44,10 +41,6 @@ ROW_SECONDS = 25e-6
 HOPELESS, LEAST_NODES = 0.5, 8
 """Nodes below this part of the probability at which one just pays are not grown. It pays at the lowest mean price of
 drafts of so many nodes or more."""
-GAIN_MEMORY = 0.05
-"""Weight of the newest step in the running mean of (rate without chains / rate without any draft)."""
-WEIGHED_EVERY = 8
-"""Steps after which a chain drafter that is not in use is weighed anew, and other prices that change slowly."""
 
 
 def new_trust() -> Ratio:
@@ -134,14 +127,11 @@ class AutoDrafter(Drafter):
         self._steps = 0
         self._probe: tuple[ChainArm, int] | None = None
         self._plans: dict[ChainArm, tuple[int, object, ChainPlan]] = {}  # when they were made, for which texts
-        self._served = self._probing = 0.0
+        self.budget = Budget()
+        self.shown = ShownTexts(self.arms, self.budget)
         self._observing = self._own = 0.0
         self._row = ROW_SECONDS
-        self._gain = 1.0  # the rate without chains, by that without any draft
-        self._promised: dict[int, tuple[int, bool]] = {}  # by number of texts: at which step, whether chains would pay
         self._bounds: dict[int, tuple[int, int, float]] = {}  # by number of texts: the step, `most`, what was found
-        self._shown: dict[str, frozenset[Tap]] = {}  # by request, which heads its texts are shown to
-        self._request_of: dict[int, str] = {}  # by text
         self._reads: dict[int, bool] = {}  # whether a text's prompt is read
         self._running: SequenceOf[Sequence] = ()
         self._step: _Step | None = None
@@ -170,43 +160,11 @@ class AutoDrafter(Drafter):
 
     def taps_of(self, sequence: Sequence, texts: int) -> frozenset[Tap]:
         """All of them where a chain promises to pay, or as a trial; else none, for reading prompts takes time."""
-        request = self._request_of[sequence.sequence_id] = sequence.request_id
-        if request not in self._shown:  # its texts share a prefix only if all are, or none
-            taps = self.taps(sequence.params)
-            shown = taps and (self._promises(sequence, texts) or self._begins_trial(sequence, taps, texts))
-            self._shown[request] = taps if shown else frozenset()
-        return self._shown[request]
+        return self.shown.taps_of(sequence, self.taps(sequence.params), texts, self._steps)
 
     def _arms_for(self, sequence: Sequence) -> list[ChainArm]:
         """Those that can draft for a text."""
         return [arm for arm in self._chains_for(sequence.params) if arm.sees(sequence)]
-
-    def _promises(self, sequence: Sequence, texts: int) -> bool:
-        """Whether among so many texts a chain would be faster than what is done without."""
-        assert self.cost is not None, "attach() makes one"
-        asked, found = self._promised.get(texts, (-WEIGHED_EVERY, False))
-        if self._steps < asked + WEIGHED_EVERY:
-            return found
-        plain = texts / self.cost.seconds(texts, texts, texts * len(sequence.token_ids))
-        with_heads = [arm for arm in self.arms if arm.taps(sequence.params)]
-        found = any(arm.foreseen(sequence, texts) > MARGIN * self._gain * plain for arm in with_heads)
-        self._promised[texts] = self._steps, found
-        return found
-
-    def _begins_trial(self, sequence: Sequence, taps: frozenset[Tap], texts: int) -> bool:
-        """Whether heads see a text only to be tried: once what that takes, the steps and perhaps a prompt that others
-        have in the cache, is a small part of the time so far."""
-        assert self.cost is not None, "attach() makes one"
-        turn = min(arm.next_probe for arm in self.arms if arm.taps(sequence.params))
-        if sequence.params.n > 1 or self._steps < turn:
-            return False
-        tokens = len(sequence.token_ids)
-        price = self.cost.seconds(tokens) * (1.0 + sum(1.0 / tap.exits.num_layers for tap in taps))
-        steps = PROBE_STEPS * self.cost.seconds(texts, texts, texts * tokens)
-        if self._probing + price + steps > PROBING_SHARE * self._served:
-            return False
-        self._probing += price
-        return True
 
     def default_draft_tokens(self) -> int:
         return self.bound
@@ -260,9 +218,7 @@ class AutoDrafter(Drafter):
     def release(self, sequence_id: int) -> None:
         self._patience.pop(sequence_id, None)
         self._reads.pop(sequence_id, None)
-        request = self._request_of.pop(sequence_id, None)
-        if request is not None and request not in self._request_of.values():
-            del self._shown[request]
+        self.shown.release(sequence_id)
         self._new.discard(sequence_id)
         for part in self.parts:
             part.release(sequence_id)
@@ -342,7 +298,7 @@ class AutoDrafter(Drafter):
             self._growth,
         )
         step.plain = trees.plain
-        self._gain += GAIN_MEMORY * (trees.rate * trees.plain / step.load.sequences - self._gain)
+        self.shown.learn(trees.rate * trees.plain / step.load.sequences)
         allowed = {arm: [s for s in sequences if arm in self._arms_for(s)] for arm in self.arms}
         step.arm, step.plan = self._choose_arm({arm: some for arm, some in allowed.items() if some}, step, trees)
         if step.arm is None:
@@ -406,7 +362,7 @@ class AutoDrafter(Drafter):
         for arm in losses:
             if arm is best:
                 arm.wait, arm.next_probe = 32, self._steps + 32
-            elif self._steps >= arm.next_probe and self._probing + losses[arm] <= PROBING_SHARE * self._served:
+            elif self._steps >= arm.next_probe and self.budget.allows(losses[arm]):
                 arm.wait = min(2 * arm.wait, LONGEST_PROBE_WAIT)
                 arm.next_probe = self._steps + arm.wait
                 self._probe = (arm, PROBE_STEPS - 1)
@@ -520,11 +476,11 @@ class AutoDrafter(Drafter):
     def timed(self, seconds: float, new_tokens: int, sequences: int) -> None:
         step, own = self._step, self._own
         self._step, self._own = None, 0.0
-        self._served += seconds
+        self.budget.served += seconds
         if step is None:
             return
         if step.is_probe:
-            self._probing += max(seconds - step.emitted / step.top, 0.0)
+            self.budget.spent += max(seconds - step.emitted / step.top, 0.0)
         if step.caught_up != self._caught_up():
             return  # heads have read what was much by now: no step's own price
         if step.load.sequences != sequences or step.load.tokens + step.nodes != new_tokens:

@@ -821,7 +821,7 @@ def test_a_probe_is_charged_with_what_it_lost_against_the_best():
     step = _Step(Load(1, 1, 9), plain=0.04, top=50.0, is_probe=True, emitted=1)
     drafter._step = step
     AutoDrafter.timed(drafter, 0.04, 1, 2)
-    assert drafter._probing == pytest.approx(0.02)
+    assert drafter.budget.spent == pytest.approx(0.02)
 
 
 def test_a_chain_is_tried_only_when_that_is_a_small_part_of_the_time_so_far():
@@ -873,7 +873,7 @@ def test_heads_see_texts_only_where_a_chain_promises_to_pay(real, is_shown):
     done = engine.generate([list(one) for one in crowd()[:4]], params)
     assert (engine.stats.head_tokens > 0) == is_shown
     assert {tuple(one.prompt_ids): one.token_ids for one in done} == plain(crowd()[:4], params)
-    assert not engine.drafters["auto"]._shown
+    assert not len(engine.drafters["auto"].shown)
 
 
 def test_what_trees_bring_is_what_a_chain_must_beat():
@@ -883,10 +883,9 @@ def test_what_trees_bring_is_what_a_chain_must_beat():
     engine.add(PROMPTS[0])
     (sequence,) = engine.scheduler.waiting
     drafter.arms[0].foreseen = lambda sequence, texts: 1.5 * texts / drafter.cost.seconds(texts, texts, 5 * texts)
-    assert drafter._promises(sequence, 1) and drafter._promises(sequence, 3)
-    drafter._gain = 2.0
-    drafter._promised.clear()
-    assert not drafter._promises(sequence, 1) and not drafter._promises(sequence, 3)
+    assert drafter.shown.promises(sequence, 1, 0) and drafter.shown.promises(sequence, 3, 0)
+    drafter.shown.gain = 2.0
+    assert not drafter.shown.promises(sequence, 1, 8) and not drafter.shown.promises(sequence, 3, 8)
 
 
 def test_the_gain_of_trees_is_learned_from_steps():
@@ -895,7 +894,7 @@ def test_the_gain_of_trees_is_learned_from_steps():
         trees = ScriptedTrees(clock, long_texts(), right=right)
         drafter = Timed(trees, clock=clock, real=CHEAP, cost=CostModel(CHEAP))
         run(drafter)
-        assert low < drafter._gain < high
+        assert low < drafter.shown.gain < high
 
 
 def test_heads_that_do_not_pay_are_tried_with_one_text_at_a_time_and_that_is_charged():
@@ -912,15 +911,15 @@ def test_heads_that_do_not_pay_are_tried_with_one_text_at_a_time_and_that_is_cha
         return found
 
     assert not any(shown(3)), "at first all time counts"
-    drafter._steps, drafter._served = 100, 1000.0
+    drafter._steps, drafter.budget.served = 100, 1000.0
     (prompt,) = {len(one) for one in crowd()[:1]}
     price = drafter.cost.seconds(prompt) * (1 + 1 / 4)
-    drafter._probing = 10.0 - price - 3 * drafter.cost.seconds(1, 1, prompt) - 1e-6
+    drafter.budget.spent = 10.0 - price - 3 * drafter.cost.seconds(1, 1, prompt) - 1e-6
     assert not any(shown(3, replace(params, n=2))), "texts of one prompt would not share it"
-    spent = drafter._probing
-    assert shown(1) == [True] and drafter._probing == pytest.approx(spent + price)
+    spent = drafter.budget.spent
+    assert shown(1) == [True] and drafter.budget.spent == pytest.approx(spent + price)
     assert shown(1) == [False], "there is no room for a second"
-    drafter._probing = 0.0
+    drafter.budget.spent = 0.0
     drafter.arms[0].next_probe = 10**6
     assert shown(1) == [False], "it is not yet its turn"
 
@@ -933,8 +932,8 @@ def test_a_chain_drafts_only_for_the_texts_that_its_heads_see():
     arm.best, propose, drafted = lambda *_: ChainPlan(2, 9.0, 0.001), arm.propose, set()
     arm.propose = lambda some, plan: drafted.update(s.sequence_id for s in some) or propose(some, plan)
     shown = [True, False, True, False]
-    drafter._promises = lambda sequence, texts: shown[sequence.sequence_id % 4]
-    drafter._begins_trial = lambda *_: False
+    drafter.shown.promises = lambda sequence, texts, step: shown[sequence.sequence_id % 4]
+    drafter.shown.begins_trial = lambda *_: False
     prompt, params = [7, 3, 5, 7, 3, 5, 7, 3, 5, 1], GenerationParams(max_new_tokens=40)
     done = [engine.generate([prompt], params)[0] for _ in range(2)]
     done += engine.generate([prompt, prompt], params)
@@ -947,8 +946,8 @@ def test_who_sees_a_requests_texts_stays_when_they_come_back_and_is_the_same_for
     """Otherwise they would not find what they have run. A trial is one text's, and is paid for once."""
     engine = with_heads(CHEAP)
     drafter, asked = engine.drafters["auto"], []
-    drafter._promises = lambda sequence, texts: asked.append(texts) or False
-    drafter._served, drafter._steps, drafter.arms[0].next_probe = 1e9, 100, 0
+    drafter.shown.promises = lambda sequence, texts, step: asked.append(texts) or False
+    drafter.budget.served, drafter._steps, drafter.arms[0].next_probe = 1e9, 100, 0
     engine.add(PROMPTS[0], GenerationParams(max_new_tokens=NEW_TOKENS))
     for prompt in PROMPTS[1:]:
         engine.add(prompt, GenerationParams(max_new_tokens=NEW_TOKENS, n=2))
@@ -959,14 +958,14 @@ def test_who_sees_a_requests_texts_stays_when_they_come_back_and_is_the_same_for
     assert drafter._arms_for(trial) == drafter.arms and drafter._arms_for(second) == []
     for sequence in (second, trial):
         engine.scheduler.preempt(sequence)
-    drafter._promises, drafter._begins_trial = lambda *_: True, lambda *_: 1 / 0
+    drafter.shown.promises, drafter.shown.begins_trial = lambda *_: True, lambda *_: 1 / 0
     engine.step()
     assert trial.taps and not second.taps and trial in engine.scheduler.running
     assert all(not sequence.taps for sequence in engine.scheduler.running if sequence is not trial)
     engine.check_invariants()
     while engine.has_work:
         engine.step()
-    assert not drafter._shown and not drafter._request_of
+    assert not len(drafter.shown) and not drafter.shown._request_of
 
 
 def test_a_trial_waits_for_the_turn_of_a_chain_that_needs_it():
@@ -978,11 +977,11 @@ def test_a_trial_waits_for_the_turn_of_a_chain_that_needs_it():
     ]
     drafter = AutoDrafter(LogitSpecDrafter(k=8), arms, cost=CostModel(DEAR))
     engine = Engine(tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400)
-    drafter._steps, drafter._served = 100, 1e9
+    drafter._steps, drafter.budget.served = 100, 1e9
     first, second = drafter.arms
     first.next_probe, second.next_probe = 10**6, 0
     engine.generate([PROMPTS[0]], GenerationParams(max_new_tokens=4))
-    assert engine.stats.head_tokens == 0 and drafter._probing < 1.0
+    assert engine.stats.head_tokens == 0 and drafter.budget.spent < 1.0
     first.next_probe = 0
     engine.generate([PROMPTS[1]], GenerationParams(max_new_tokens=4))
     assert engine.stats.head_tokens > 0
@@ -1011,7 +1010,7 @@ def test_whether_chains_promise_is_not_asked_for_every_text_nor_for_ever():
 def test_where_it_cannot_be_said_who_sees_a_text_nobody_does(caplog):
     engine = with_heads(CHEAP)
     engine.strict = False
-    engine.drafters["auto"]._promises = lambda *_: 1 / 0
+    engine.drafters["auto"].shown.promises = lambda *_: 1 / 0
     (done,) = engine.generate([PROMPTS[0]], GenerationParams(max_new_tokens=4))
     assert len(done.token_ids) == 4 and done.stats.draft_failures == 1 and engine.stats.head_tokens == 0
     assert "drafter auto failed" in caplog.text
