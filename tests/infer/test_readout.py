@@ -3,8 +3,10 @@ who look into them."""
 
 from __future__ import annotations
 
+import random
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from heads import random_exits
@@ -22,10 +24,11 @@ from speclight.infer.readout import Proposal, drawn, read_out
 from speclight.infer.request import GenerationParams
 from speclight.modules import sampling
 from speclight.modules.acceptance import Dense, Drawn, OneHot, Verdict, next_draws
+from speclight.modules.layered_model import LayeredModel
 from speclight.modules.sampling import LogitsPipeline, SamplingParams, make_generator
 from speclight.modules.token_tree import TokenTree
 from speclight.modules.transfer import Fetch, to_device
-from support import tiny_lm
+from support import FAMILIES, hf_tiny, tiny_lm
 
 LOOKS = {
     "__bool__",
@@ -163,6 +166,47 @@ def test_texts_are_the_same_whether_the_device_is_apart_or_not(name, kind, reque
     near = [done.token_ids for done in engine_for(name).generate(PROMPTS, params)]
     request.getfixturevalue("apart")
     assert [done.token_ids for done in engine_for(name).generate(PROMPTS, params)] == near
+
+
+# -- a device without data ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What a device would answer that has no data: plausible tokens and probabilities, in the shapes asked for."""
+    ids = random.Random(0)
+
+    def answer(asked):
+        made = [0.5 if asked.dtype.is_floating_point else ids.choice([5, 6, 7]) for _ in range(asked.numel())]
+        return np.array(made).reshape(tuple(asked.shape)).tolist()
+
+    def take(fetch):
+        return [answer(one) for one in fetch._tensors]
+
+    monkeypatch.setattr(Fetch, "take", take)
+
+
+def run_without_data(model, drafter, kind):
+    engine = Engine(model, None, [drafter], drafter.name, num_blocks=64, strict=True)
+    done = engine.generate(PROMPTS, params_of(kind))
+    assert [(len(one.token_ids), one.error) for one in done] == [(20, None)] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["ar", "prompt-lookup", "logitspec", "paper", "auto"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_runs_on_a_device_whose_values_cannot_be_looked_at(answers, family, name, kind):
+    """On torch's device "meta" whatever asks for a value raises, and so does most of what mixes it with the host's."""
+    run_without_data(LayeredModel(hf_tiny(family).to("meta")), DRAFTERS[name](), kind)
+
+
+@pytest.mark.parametrize("name", ["early-exit", "hispec", "hispec+logitspec", "draft-model"])
+def test_greedy_chains_run_on_a_device_whose_values_cannot_be_looked_at(answers, name):
+    drafter = DRAFTERS[name]()
+    if name == "draft-model":
+        draft = LayeredModel(hf_tiny(seed=1, num_hidden_layers=1).to("meta"))
+        drafter = DraftModelDrafter(draft, num_tokens=3, num_blocks=64)
+    run_without_data(LayeredModel(hf_tiny().to("meta")), drafter, "greedy")
 
 
 # -- what is read ---------------------------------------------------------------------------------------------------
