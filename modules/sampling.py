@@ -34,6 +34,7 @@ from .transfer import Fetch, is_apart, to_device
 Ids = Int[Tensor, "1 tokens"]
 Row = Float[Tensor, "vocab"]
 Scores = Float[Tensor, "1 vocab"]
+Rows = Float[Tensor, "rows vocab"]
 
 
 class LogitBias(LogitsProcessor):
@@ -134,13 +135,13 @@ class LogitsPipeline:
             raise _no_distribution(scores)
         return probs
 
-    def _softmax(self, scores: Scores) -> Scores:
+    def _softmax(self, scores: Rows) -> Rows:
         unread = torch.empty(1, 0, dtype=torch.long)  # warpers look at scores only
         for warp in self._warpers:
             scores = warp(unread, scores)
         return torch.softmax(scores, dim=-1)
 
-    def start(self, rows: Scores, asked: Sequence[Asked], fetch: Fetch) -> Callable[[list[Any]], Read]:
+    def start(self, rows: Rows, asked: Sequence[Asked], fetch: Fetch) -> Callable[[list[Any]], Read]:
         """Make the distributions of some rows, as calls do, where `kind` is not None.
 
         What the host must know of them is added to `fetch`; the function returned makes them of what `fetch.take` gave:
@@ -159,7 +160,7 @@ class LogitsPipeline:
         ]
         return lambda got: [one for part in parts for one in part(got)]
 
-    def _start_drawing(self, rows: Scores, asked: Sequence[Asked], fetch: Fetch) -> Callable[[list[Any]], Read]:
+    def _start_drawing(self, rows: Rows, asked: Sequence[Asked], fetch: Fetch) -> Callable[[list[Any]], Read]:
         probs = self._softmax(rows.to(_at_least_float32(rows)))
         cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
         draws = to_device(np.array([[one.draw] for one in asked]), rows.device)
@@ -224,7 +225,7 @@ def logprobs(logits_row: Row, token_id: int, top: int) -> tuple[float, dict[int,
     return float(values[token_id]), dict(zip(ids.tolist(), best.tolist(), strict=True))
 
 
-def distributions(logits: Scores, asked: Sequence[Asked], fetch: Fetch) -> Callable[[list[Any]], Read]:
+def distributions(logits: Rows, asked: Sequence[Asked], fetch: Fetch) -> Callable[[list[Any]], Read]:
     """Many distributions, and the tokens drawn from them, of rows of one pass: together where pipelines are of a kind.
 
     Returns what makes them, in their order, of what `fetch.take` gave. None stands where the prefix must be known, and
@@ -250,7 +251,7 @@ def distributions(logits: Scores, asked: Sequence[Asked], fetch: Fetch) -> Calla
     return finish
 
 
-def rows_of(logits: Scores, rows: Sequence[int]) -> Scores:
+def rows_of(logits: Float[Tensor, "rows vocab"], rows: Sequence[int]) -> Float[Tensor, "some vocab"]:
     """Some rows, not copied where they lie in one piece."""
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return logits[rows[0] : rows[0] + len(rows)]
