@@ -36,7 +36,7 @@ from .estimates import (
     Estimates,
     Source,
 )
-from .readout import Likely, Rows
+from .readout import Likely, PromptRows
 from .recall import Continuations, Entry, Namespaces, SharedContinuations, Successors, continuation_classes
 from .request import Sequence
 
@@ -171,7 +171,7 @@ class AdaptiveTrees:
             state.last_places = frozenset(place for token_id, place in last.items() if token_id < self.prompt_vocab)
         return [place for place in range(max(start, state.num_read), stop) if place in state.last_places]
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None:
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: PromptRows) -> None:
         state, now = self._state(sequence), self.clock()
         _, successors = self._memory(state)
         for position, likely in zip(positions, _classes(rows.likely(self.num_likely)), strict=True):

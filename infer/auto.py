@@ -26,7 +26,7 @@ from .cost_model import CostModel
 from .drafter import Drafter, Observation, SomeFailed, TreeDrafter
 from .exits import Tap
 from .intake import MAX_DRAFT_TOKENS
-from .readout import Rows
+from .readout import PromptRows
 from .request import GenerationParams, Sequence
 from .trials import MARGIN, WEIGHED_EVERY, Budget, ShownTexts
 
@@ -206,7 +206,7 @@ class AutoDrafter(Drafter):
         assert self.cost is not None, "attach() makes one"
         return self.cost.seconds(len(texts), len(texts), sum(text.table.length for text in texts))
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None:
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: PromptRows) -> None:
         assert self.tree is not None, "nothing was asked for"
         started = self.clock()
         self.tree.read(sequence, positions, rows)

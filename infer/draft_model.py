@@ -61,8 +61,8 @@ class _Chain:
     states: list[Tensor] = field(default_factory=list)
 
 
-_Row = tuple[Tensor, Tensor]
-"""[embed] state and [vocab] logits after a token."""
+_Rows = tuple[Tensor, Tensor]
+"""[chains, embed] states and [chains, vocab] logits after a token of each."""
 
 
 class DraftModelDrafter(Drafter):
@@ -210,11 +210,12 @@ class DraftModelDrafter(Drafter):
         return again
 
     def _draft(self, chains: list[_Chain]) -> None:
-        rows = self._catch_up(chains)
-        open_chains = chains
-        while open_chains:
-            self._draw(open_chains, rows)
+        open_chains, rows = chains, self._catch_up(chains)
+        while True:
+            self._draw(open_chains, *rows)
             open_chains = [chain for chain in open_chains if len(chain.token_ids) < chain.length]
+            if not open_chains:
+                return
             rows = self._run(open_chains, [chain.token_ids[-1:] for chain in open_chains])
 
     def _settle(self, state: _State, sequence: Sequence) -> None:
@@ -230,9 +231,9 @@ class DraftModelDrafter(Drafter):
         self.cache.index_full_blocks(state.table, sequence.token_ids)
         state.ahead[:] = tentative
 
-    def _catch_up(self, chains: list[_Chain]) -> list[_Row]:
+    def _catch_up(self, chains: list[_Chain]) -> _Rows:
         """Run the text each chain's cache lacks, in chunks; returns the rows after each chain's root."""
-        rows: dict[int, _Row] = {}
+        rows: dict[int, tuple[Tensor, Tensor]] = {}
         waiting = list(range(len(chains)))
         while waiting:
             share = max(1, self.max_batch_tokens // len(waiting))
@@ -242,14 +243,16 @@ class DraftModelDrafter(Drafter):
                 start = chain.state.table.length + len(chain.state.ahead)
                 parts.append(chain.sequence.token_ids[start : start + share])
             new = self._run([chains[index] for index in waiting], parts)
-            rows.update(zip(waiting, new, strict=True))
-            waiting = [i for i in waiting if _unread(chains[i])]
-        return [rows[index] for index in range(len(chains))]
+            rows.update(zip(waiting, zip(*new, strict=True), strict=True))
+            still = [i for i in waiting if _unread(chains[i])]
+            if not still and len(waiting) == len(chains):
+                return new
+            waiting = still
+        states, logits = zip(*(rows[index] for index in range(len(chains))), strict=True)
+        return torch.stack(states), torch.stack(logits)
 
-    def _run(self, chains: list[_Chain], parts: list[list[int]]) -> list[_Row]:
+    def _run(self, chains: list[_Chain], parts: list[list[int]]) -> _Rows:
         """Run more tokens of each chain; returns the rows after the last of each."""
-        if not chains:
-            return []
         items = []
         for chain, part in zip(chains, parts, strict=True):
             table = chain.state.table
@@ -260,14 +263,13 @@ class DraftModelDrafter(Drafter):
             chain.state.ahead.extend(part)
         ends = to_device([end - 1 for end in batch.cu_seqlens[1:]], hidden.device)
         states = self.model.final(hidden.index_select(0, ends))
-        return list(zip(states, self.model.unembed(states)[:, : self.vocab_size], strict=True))
+        return states, self.model.unembed(states)[:, : self.vocab_size]
 
-    def _draw(self, chains: list[_Chain], rows: list[_Row]) -> None:
+    def _draw(self, chains: list[_Chain], states: Tensor, logits: Tensor) -> None:
         """One token more of each chain."""
-        logits = torch.stack([row for _, row in rows]) if len(rows) > 1 else rows[0][1][None]
         generators = [chain.sequence.draft_generator for chain in chains]
         found = drawn([chain.state.pipeline for chain in chains], logits, generators)
-        for chain, (state, row), known in zip(chains, rows, found, strict=True):
+        for chain, state, row, known in zip(chains, states, logits, found, strict=True):
             q = known or chain.state.pipeline(row, [*chain.sequence.token_ids, *chain.token_ids])
             chain.probs.append(q)
             chain.states.append(state)

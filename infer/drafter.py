@@ -20,7 +20,7 @@ from ..modules.kv_cache import PagedKVCache
 from ..modules.layered_model import LayeredModel
 from ..modules.sampling import rows_of
 from ..modules.token_tree import TokenTree
-from .readout import Likely, Rows, likely_rows
+from .readout import Likely, PromptRows, just_so_many, likely_rows
 from .request import GenerationParams, Sequence
 from .target import Exact, TargetRule
 
@@ -47,10 +47,6 @@ class Observation:
     states: Tensor | None = None
     likely: list[Likely] | None = None
 
-    def knows(self, count: int) -> bool:
-        """Whether just so many of the likeliest tokens were read."""
-        return self.likely is not None and len(self.likely[0][0]) == min(count, self.logits.shape[1])
-
 
 def likely_on_paths(observations: SequenceOf[Observation], count: int) -> list[list[Likely]]:
     """Per observation, of each node of its accepted path the `count` likeliest tokens: as read with the pass, or in one
@@ -58,8 +54,10 @@ def likely_on_paths(observations: SequenceOf[Observation], count: int) -> list[l
     paths = [seen.verdict.path for seen in observations]
     if count == 0:
         return [[([], [])] * len(path) for path in paths]
-    if all(seen.knows(count) for seen in observations):
-        return [[(seen.likely or [])[node] for node in path] for seen, path in zip(observations, paths, strict=True)]
+    read = [just_so_many(seen.likely, count, seen.logits.shape[1]) for seen in observations]
+    known = [rows for rows in read if rows is not None]
+    if len(known) == len(observations):
+        return [[rows[node] for node in path] for rows, path in zip(known, paths, strict=True)]
     rows = [rows_of(seen.logits, path) for seen, path in zip(observations, paths, strict=True)]
     found = likely_rows(rows[0] if len(rows) == 1 else torch.cat(rows), count)
     ends = list(itertools.accumulate(map(len, paths)))
@@ -153,7 +151,7 @@ class Drafter:
         """
         return ()
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None:
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: PromptRows) -> None:
         """rows: what the target says after these tokens, of the first `prompt_vocab`. Valid during the call."""
 
     def observe(self, observations: SequenceOf[Observation]) -> None:

@@ -33,7 +33,7 @@ from .exits import MOST_OWED, Tap, at_once, catch_up
 from .intake import MAX_DRAFT_TOKENS, Intake, paired
 from .mailbox import Mailbox, Mailboxes
 from .memory import blocks_within
-from .readout import Known, Proposal, Rows, read_out
+from .readout import Known, PromptRows, Proposal, read_out
 from .request import Completion, GenerationParams, Prompt, Sequence, StreamChunk, TokenLogprob, TokenOrigin
 from .scheduler import Scheduled, Scheduler
 from .segments import Share, proposal_item, run_segments
@@ -44,7 +44,7 @@ from .text import TextStream, cut_block, special_ids
 logger = logging.getLogger(__name__)
 
 ROWS_READ = 64
-"""Rows of logits that exist at once for drafters that read prompts: 64 of a vocabulary of 128,000 are 33 MB."""
+"""PromptRows of logits that exist at once for drafters that read prompts: 64 of a vocabulary of 128,000 are 33 MB."""
 
 
 @dataclass
@@ -58,12 +58,12 @@ class _Decoding:
 
 
 class _Reading(NamedTuple):
-    """Rows of a prompt that a drafter has asked for."""
+    """PromptRows of a prompt that a drafter has asked for."""
 
     drafter: Drafter
     sequence: Sequence
     positions: SequenceOf[int]
-    rows: Rows
+    rows: PromptRows
 
 
 @dataclass(frozen=True)
@@ -423,7 +423,7 @@ class Engine:
                     positions = wanted[first : first + ROWS_READ]
                     rows = to_device([row + position - start for position in positions], hidden.device)
                     logits = self._prompt_logits(drafter, hidden.index_select(0, rows))
-                    yield _Reading(drafter, sequence, positions, Rows(logits))
+                    yield _Reading(drafter, sequence, positions, PromptRows(logits))
             except Exception as error:
                 self._drafter_failed(drafter.name, [sequence], error)
 
@@ -456,7 +456,8 @@ class Engine:
         return states, self.model.unembed(states)
 
     def _verify(self, steps: list[_Step], states: Tensor, logits: Tensor, readings: list[_Reading]) -> None:
-        """Give each proposal its rows and its verdict. What is asked of the logits is read for all of them at once."""
+        """Give each proposal its rows and its verdict. What is asked of the logits is read for all of them at once, and
+        with it what drafters still wait for of prompts."""
         proposed = [(step, step.tree) for step in steps if step.tree is not None]
         if not proposed and not readings:
             return
@@ -475,6 +476,7 @@ class Engine:
         return Proposal(tree, decoding.pipeline, sequence.generator, wanted)
 
     def _verdict(self, step: _Step, tree: TokenTree, predicted: _Predicted) -> Verdict | None:
+        """None for a sequence whose distribution cannot be made."""
         sequence, known = step.scheduled.sequence, predicted.known.distributions
         decoding = self._decoding[sequence.sequence_id]
         prefix, visited = list(sequence.token_ids), []

@@ -185,12 +185,12 @@ class Results:
         with one_at_a_time(self.path.parent):
             check_unlocked(self.path)
             if not overwrite:
-                self._continue(settings)
+                self._continue()
             self._file = open_locked(self.path)
 
-    def _continue(self, settings: Mapping[str, Any]) -> None:
+    def _continue(self) -> None:
         """Read what is there, and write it back without what a kill cut off; where nothing is left the run begins."""
-        rows = self._read_back(json.loads(json.dumps(settings)))
+        rows = self._read_back(json.loads(json.dumps(self._settings)))
         counts = Counter(row["id"] for row in rows)
         self.missing = [job for job in self.jobs if counts[job.key] < job.params.n]
         torn = {job.key for job in self.missing}

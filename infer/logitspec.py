@@ -22,7 +22,7 @@ from .datastore import Datastore
 from .drafter import Observation, TreeDrafter, likely_on_paths
 from .intake import MAX_DRAFT_TOKENS
 from .ngram_index import NgramIndex
-from .readout import Rows
+from .readout import PromptRows
 from .request import Sequence
 from .stats import RETRIEVED
 
@@ -49,7 +49,7 @@ class Trees(Protocol):
 
     def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]: ...
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None: ...
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: PromptRows) -> None: ...
 
     def release(self, sequence_id: int) -> None: ...
 
@@ -149,7 +149,7 @@ class LogitSpecDrafter(TreeDrafter):
     def unread(self, sequence: Sequence, start: int, stop: int) -> SequenceOf[int]:
         return self._trees.unread(sequence, start, stop)
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None:
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: PromptRows) -> None:
         self._trees.read(sequence, positions, rows)
 
     def release(self, sequence_id: int) -> None:
@@ -185,7 +185,7 @@ class PaperTrees:
     def unread(self, sequence: Sequence, start: int, stop: int) -> list[int]:
         return []
 
-    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: Rows) -> None:
+    def read(self, sequence: Sequence, positions: SequenceOf[int], rows: PromptRows) -> None:
         raise AssertionError("nothing was asked for")
 
     def release(self, sequence_id: int) -> None:

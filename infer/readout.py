@@ -25,7 +25,12 @@ Likely = tuple[list[int], list[float]]
 """The likeliest tokens after one node, best first, and their log-probabilities among themselves."""
 
 
-class Rows:
+def just_so_many(likely: list[Likely] | None, count: int, vocab: int) -> list[Likely] | None:
+    """What was read, where that is the `count` likeliest tokens: of others they are not weighed among themselves."""
+    return likely if likely and len(likely[0][0]) == min(count, vocab) else None
+
+
+class PromptRows:
     """What a model says after some tokens of a prompt, for a drafter that reads them. logits: [rows, vocab]."""
 
     def __init__(self, logits: Tensor) -> None:
@@ -34,9 +39,7 @@ class Rows:
 
     def likely(self, count: int) -> list[Likely]:
         """The likeliest tokens of each row: as read with the pass, or read now."""
-        if self.known is not None and len(self.known[0][0]) == min(count, self.logits.shape[1]):
-            return self.known
-        return likely_rows(self.logits, count)
+        return just_so_many(self.known, count, self.logits.shape[1]) or likely_rows(self.logits, count)
 
 
 class Proposal(NamedTuple):
@@ -59,7 +62,7 @@ class Known:
 
 
 def read_out(
-    logits: Tensor, proposals: SequenceOf[Proposal], prompts: SequenceOf[tuple[Rows, int]] = ()
+    logits: Tensor, proposals: SequenceOf[Proposal], prompts: SequenceOf[tuple[PromptRows, int]] = ()
 ) -> list[Known]:
     """logits: [nodes of all proposals, vocab]. prompts: rows that will be read too, and how many likeliest tokens."""
     fetch, known = Fetch(is_apart(logits.device)), [Known() for _ in proposals]
@@ -67,13 +70,13 @@ def read_out(
         return known
     asked: list[Asked] = []
     nodes: list[tuple[Known, int]] = []
-    sizes = [len(proposal.tree) for proposal in proposals]
-    for one, proposal, first in zip(known, proposals, itertools.accumulate(sizes, initial=0), strict=False):
+    starts = list(itertools.accumulate((len(proposal.tree) for proposal in proposals), initial=0))
+    for one, proposal, first in zip(known, proposals, starts, strict=False):
         for ask in _asked(proposal, first, fetch.apart):
             asked.append(ask)
             nodes.append((one, ask.row - first))
     finish = distributions(logits, asked, fetch)
-    likely = _start_likely(logits, proposals, fetch) if fetch.apart else []
+    likely = _start_likely(logits, proposals, starts, fetch) if fetch.apart else []
     also = [(rows, _start(rows.logits, count, fetch)) for rows, count in prompts if count]
     got = fetch.take()
     for (one, node), distribution in zip(nodes, finish(got), strict=True):
@@ -82,7 +85,8 @@ def read_out(
     for numbers, places in likely:
         rows = list(zip(*(got[place] for place in places), strict=True))
         for number in numbers:
-            known[number].likely, rows = rows[: sizes[number]], rows[sizes[number] :]
+            size = starts[number + 1] - starts[number]
+            known[number].likely, rows = rows[:size], rows[size:]
     for prompt, places in also:
         prompt.known = list(zip(*(got[place] for place in places), strict=True))
     return known
@@ -117,15 +121,13 @@ def _start(rows: Tensor, count: int, fetch: Fetch) -> tuple[int, int]:
 
 
 def _start_likely(
-    logits: Tensor, proposals: SequenceOf[Proposal], fetch: Fetch
+    logits: Tensor, proposals: SequenceOf[Proposal], starts: list[int], fetch: Fetch
 ) -> list[tuple[list[int], tuple[int, int]]]:
-    """(proposals, `_start` of all their rows), together where drafters ask for as many."""
+    """(proposals, `_start` of all their rows), together where drafters ask for as many. starts: their rows'."""
     groups: dict[int, list[int]] = defaultdict(list)
-    starts = [0]
-    for number, (tree, _, _, count) in enumerate(proposals):
-        starts.append(starts[-1] + len(tree))
-        if count:
-            groups[count].append(number)
+    for number, proposal in enumerate(proposals):
+        if proposal.num_likely:
+            groups[proposal.num_likely].append(number)
     found = []
     for count, numbers in groups.items():
         rows = [row for number in numbers for row in range(starts[number], starts[number + 1])]

@@ -275,7 +275,7 @@ class _Replayed:
 
     def _read_prompt(self) -> None:
         """Nothing of it comes from a prefix cache, and it is one pass."""
-        from .readout import Rows as PromptRows
+        from .readout import PromptRows
 
         positions = list(self.drafter.unread(self.sequence, 0, self.sequence.num_prompt - 1))
         size = self.rows.logits.shape[0]

@@ -48,10 +48,6 @@ class ShownTexts:
     _taps: dict[str, frozenset[Tap]] = field(default_factory=dict)  # by request
     _request_of: dict[int, str] = field(default_factory=dict)  # by text
 
-    def __len__(self) -> int:
-        """Requests that it knows."""
-        return len(self._taps)
-
     def learn(self, gain: float) -> None:
         """gain: as it was at one step."""
         self.gain += GAIN_MEMORY * (gain - self.gain)

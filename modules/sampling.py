@@ -235,11 +235,10 @@ def distributions(logits: Rows, asked: Sequence[Asked], fetch: Fetch) -> Callabl
     for place, one in enumerate(asked):
         if one.pipeline.kind is not None:
             groups[one.pipeline.kind].append(place)
-    started = [
-        (places, asked[places[0]].pipeline.start(rows_of(logits, [one.row for one in some]), some, fetch))
-        for places in groups.values()
-        for some in [[asked[place] for place in places]]
-    ]
+    started = []
+    for places in groups.values():
+        some = [asked[place] for place in places]
+        started.append((places, some[0].pipeline.start(rows_of(logits, [one.row for one in some]), some, fetch)))
 
     def finish(got: list[Any]) -> Read:
         made: Read = [None] * len(asked)
@@ -270,8 +269,8 @@ def _split(asked: Sequence[Asked], size: int) -> list[Sequence[Asked]]:
 DEEP = 64
 """Logits that `likeliest` folds onto each other: few enough to sort what is left, many enough to leave little."""
 AT_ONCE = 200_000
-"""Logits that `likeliest` reads at once on a CPU: what it makes of more does not stay in the caches, nor in the
-allocator, which takes three times as long at 16 rows of 49152 bfloat16."""
+"""Logits that are read at once on a CPU: what `likeliest` makes of more does not stay in the caches, nor in the
+allocator, which takes three times as long at 16 rows of 49152 bfloat16; draws make more of them still."""
 FAR_AT_ONCE = 2**24
 """The same elsewhere: 128 MiB of float64."""
 

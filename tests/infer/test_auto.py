@@ -873,7 +873,7 @@ def test_heads_see_texts_only_where_a_chain_promises_to_pay(real, is_shown):
     done = engine.generate([list(one) for one in crowd()[:4]], params)
     assert (engine.stats.head_tokens > 0) == is_shown
     assert {tuple(one.prompt_ids): one.token_ids for one in done} == plain(crowd()[:4], params)
-    assert not len(engine.drafters["auto"].shown)
+    assert not engine.drafters["auto"].shown._taps
 
 
 def test_what_trees_bring_is_what_a_chain_must_beat():
@@ -965,7 +965,7 @@ def test_who_sees_a_requests_texts_stays_when_they_come_back_and_is_the_same_for
     engine.check_invariants()
     while engine.has_work:
         engine.step()
-    assert not len(drafter.shown) and not drafter.shown._request_of
+    assert not drafter.shown._taps and not drafter.shown._request_of
 
 
 def test_a_trial_waits_for_the_turn_of_a_chain_that_needs_it():
