@@ -533,8 +533,7 @@ def build_engine(prepared: Prepared) -> Engine:
 def _load_model(prepared: Prepared) -> tuple[LayeredModel, CostModel | None]:
     """The target, and for method auto what its passes cost, where that has been measured."""
     from ..modules.bundle import fingerprint
-    from ..modules.layered_model import LayeredModel
-    from .loading import load_transformers, resolve_attention
+    from .loading import layered, load_transformers
 
     loaded = load_transformers(prepared.source, prepared.options.dtype, prepared.options.device)
     named = {"bundle": prepared.bundle, "target.head": prepared.ensemble} if not prepared.base_known else {}
@@ -547,7 +546,7 @@ def _load_model(prepared: Prepared) -> tuple[LayeredModel, CostModel | None]:
 
         identity = identity_of(fingerprint(loaded), loaded.dtype, loaded.device)
         cost = stored_cost_model(identity, prepared.options.cache_dir)
-    return LayeredModel(loaded, attention=resolve_attention(prepared.options.attention)), cost
+    return layered(loaded, prepared.options.attention), cost
 
 
 def _auto(prepared: Prepared, model: LayeredModel, exits: EarlyExits | None, cost: CostModel | None) -> Drafter:

@@ -161,14 +161,13 @@ def _load(options: CalibrateOptions, source: ModelSource) -> tuple[LayeredModel,
     import torch
 
     from ..modules.bundle import fingerprint
-    from ..modules.layered_model import LayeredModel
-    from .loading import load_transformers
+    from .loading import layered, load_transformers
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     loaded = load_transformers(source, options.dtype, options.device)
     identity = identity_of(fingerprint(loaded), loaded.dtype, loaded.device)  # before the weights are repacked
-    return LayeredModel(loaded), identity
+    return layered(loaded), identity
 
 
 def identity_of(fingerprint: str, dtype: object, device: object) -> Identity:

@@ -137,9 +137,16 @@ def load_weights(
     source: ModelSource, dtype: str = "auto", device: str = "auto", verbose: bool = False, attention: str = "sdpa"
 ) -> LayeredModel:
     """The model as a stack of layers; see `load_transformers`."""
+    return layered(load_transformers(source, dtype, device, verbose), attention)
+
+
+def layered(loaded: PreTrainedModel, attention: str = "sdpa") -> LayeredModel:
+    """The model as a stack of layers, for inference. Says so where kernels must be compiled first."""
+    from ..modules.fused import prepare
     from ..modules.layered_model import LayeredModel
 
-    return LayeredModel(load_transformers(source, dtype, device, verbose), attention=resolve_attention(attention))
+    prepare(loaded.dtype, loaded.device, lambda: _note("compiling kernels for this processor, once ..."))
+    return LayeredModel(loaded, attention=resolve_attention(attention))
 
 
 def load_transformers(

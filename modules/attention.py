@@ -1,6 +1,7 @@
 """Attention over a ragged batch and a paged cache, behind one signature.
 
-The reference is torch's SDPA over gathered keys, one padded call per group of sequences, or several for long prompts.
+On CPUs texts of few new tokens are attended for by a kernel of ours that reads keys where they lie (`fused`). All else
+is torch's SDPA over gathered keys, one padded call per group of sequences, or several for long prompts.
 Query heads that share a key head are folded into the query axis, which on CPUs is several times faster than expanding
 or `enable_gqa`, and gathering costs little beside it. Soft-capped logits (Gemma 2) have no SDPA form and are computed
 by hand.
@@ -16,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .batch import AttentionGroup, RaggedBatch
+from .fused import attention_plan, fits
 
 
 @runtime_checkable
@@ -42,12 +44,43 @@ def paged_attention(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> Float[Tensor, "tokens heads head_dim"]:
+    out: Float[Tensor, "rows heads head_dim"] | None = None,
+) -> Float[Tensor, "rows heads head_dim"]:
     """What every new token reads from the tokens it may see.
 
     keys and values are the cache of one layer, the new tokens already written; or, without a cache, those of the batch
     itself. window: how many positions back a token sees, itself included (a sliding-window layer), None for all.
+    out: as many rows as there are tokens, or more; what it is written to and returned.
     """
+    if not fits(query, keys, values) or not batch.items:  # a recorded pass has groups alone
+        read = reference_attention(query, keys, values, batch, scaling, window, softcap)
+        if out is None:
+            return read
+        out[: len(read)] = read
+        return out
+    out = torch.empty_like(query) if out is None else out
+    query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
+    plan = attention_plan(batch, query.shape[1], keys.shape[1])
+    plan.attend(query, keys, values, out, scaling, window or 0, softcap or 0.0)
+    for group in batch.plan(("rest", plan), lambda: batch.groups_of(plan.rest)) if plan.rest else ():
+        read = _attend(query, keys, values, group, scaling, window, softcap)
+        if group.flat_index is None:
+            out[: len(read)] = read
+        else:
+            out.index_copy_(0, group.flat_index, read)
+    return out
+
+
+def reference_attention(
+    query: Float[Tensor, "tokens heads head_dim"],
+    keys: Float[Tensor, "slots kv_heads head_dim"],
+    values: Float[Tensor, "slots kv_heads head_dim"],
+    batch: RaggedBatch,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "tokens heads head_dim"]:
+    """`paged_attention` by torch's operators alone, for any device, dtype and gradient."""
     reads = [_attend(query, keys, values, group, scaling, window, softcap) for group in batch.groups]
     if batch.in_order:
         return torch.cat(reads) if len(reads) > 1 else reads[0]

@@ -8,7 +8,7 @@ is a sequence whose new tokens have parents.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -150,7 +150,7 @@ class RaggedBatch:
     """token_ids, positions: [tokens]. cu_seqlens: where each sequence's new tokens begin, and the total at the end.
 
     slot_mapping: [tokens] cache slot of each new token; None for a pass without a cache. items, block_size: what it was
-    built from; key_slots: by item, see `_key_slots`. rotary: the pass's position embeddings, kept here by LayeredModel
+    built from. rotary: the pass's position embeddings, kept here by LayeredModel
     so that a pass run in several layer ranges computes them once; plans: the same for what attention needs besides.
     """
 
@@ -160,7 +160,6 @@ class RaggedBatch:
     slot_mapping: Int[Tensor, "tokens"] | None
     items: Sequence[BatchItem]
     block_size: int | None
-    key_slots: list[np.ndarray]
     rotary: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -176,7 +175,6 @@ class RaggedBatch:
         if block_size is None and any(item.context_len for item in items):
             raise ValueError("a pass without a cache has no context: context_len must be 0")
         starts = np.cumsum([0, *(len(item.token_ids) for item in items)])
-        keys = [_key_slots(item, int(start), block_size) for item, start in zip(items, starts, strict=False)]
 
         def put(parts: list[np.ndarray]) -> Tensor:
             return to_device(np.concatenate(parts).astype(np.int64), device)
@@ -185,18 +183,38 @@ class RaggedBatch:
             put([np.asarray(item.token_ids) for item in items]),
             put([item.depths() + item.context_len for item in items]),
             starts.tolist(),
-            None if block_size is None else put([k[item.context_len :] for item, k in zip(items, keys, strict=True)]),
+            None if block_size is None else put([_new_slots(item, block_size) for item in items]),
             items,
             block_size,
-            keys,
         )
+
+    @cached_property
+    def slots(self) -> Int[Tensor, "tokens"]:
+        """Where each new token's key and value lie: in the cache, or without one in the batch."""
+        if self.slot_mapping is not None:
+            return self.slot_mapping
+        return torch.arange(self.num_tokens, device=self.token_ids.device)
+
+    @cached_property
+    def key_slots(self) -> list[np.ndarray]:
+        """By item [context + new], where all that it can attend to lies, in order of position."""
+        found = zip(self.items, self.cu_seqlens, strict=False)
+        return [_key_slots(item, start, self.block_size) for item, start in found]
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
         """The padded calls of the reference, planned when first read: other attention has no use for them."""
+        return self._made(self._members)
+
+    def groups_of(self, some: Sequence[int]) -> list[AttentionGroup]:
+        """Padded calls for some of its items; their `flat_index` says where in the batch they lie."""
+        found = _grouped([self.items[index] for index in some], self.token_ids.device)
+        return self._made([[some[index] for index in group] for group in found])
+
+    def _made(self, members: list[list[int]]) -> list[AttentionGroup]:
         starts, device = np.asarray(self.cu_seqlens), self.token_ids.device
-        ancestry = [item.ancestry() for item in self.items]
-        return [_make_group(group, self.items, ancestry, self.key_slots, starts, device) for group in self._members]
+        ancestry = {index: self.items[index].ancestry() for index in itertools.chain(*members)}
+        return [_make_group(group, self.items, ancestry, self.key_slots, starts, device) for group in members]
 
     @cached_property
     def _members(self) -> list[list[int]]:
@@ -215,13 +233,19 @@ class RaggedBatch:
         return self.plans[key]
 
 
+def _new_slots(item: BatchItem, block_size: int) -> np.ndarray:
+    """[new] slot of each new token."""
+    places = np.arange(item.context_len, item.context_len + len(item.token_ids))
+    assert len(item.blocks) * block_size > places[-1], "a sequence's blocks have no room for its new tokens"
+    return np.asarray(item.blocks, dtype=np.int64)[places // block_size] * block_size + places % block_size
+
+
 def _key_slots(item: BatchItem, start: int, block_size: int | None) -> np.ndarray:
     """[context + new] slot of each token the item can attend to, in order of position."""
     new = len(item.token_ids)
     if block_size is None:
         return np.arange(start, start + new)
     slots = (np.asarray(item.blocks, dtype=np.int64)[:, None] * block_size + np.arange(block_size)).reshape(-1)
-    assert len(slots) >= item.context_len + new, "a sequence's blocks have no room for its new tokens"
     return slots[: item.context_len + new]
 
 
@@ -261,7 +285,7 @@ def _grouped(items: Sequence[BatchItem], device: torch.device | str = "cpu") -> 
 def _make_group(
     members: list[int],
     items: Sequence[BatchItem],
-    ancestry: list[tuple[np.ndarray, np.ndarray]],
+    ancestry: Mapping[int, tuple[np.ndarray, np.ndarray]],
     keys: list[np.ndarray],
     starts: np.ndarray,
     device: torch.device | str,

@@ -14,12 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import fused
+
 PACK_ROWS = 16
 """Rows that packed weights are laid out for; within noise of the best layout from 1 to 128 rows."""
 FEW_ROWS = 3
 """Rows that a packed product of fewer is padded to, since fewer take longer: a pass of SmolLM2 over 1 / 2 / 3 tokens
 takes two cores 23.7 / 25.7 / 23.6 ms in bfloat16, 36 / 40 / 35 in float32. No bit of a row depends on the others, and
 with this one float32 row is summed as many are."""
+ROWS_FOR_AMX = 33
+"""The same in bfloat16 where the processor has AMX, which oneDNN uses from so many rows on: all of SmolLM2's products
+take 18.0 ms for 33 rows, 17.6 for 3 and 24 for 32 without it. So up to here a row's bits are always those of one and
+the same product."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -29,6 +35,11 @@ def can_pack(weight: Tensor) -> bool:
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     return available and supported and weight.device.type == "cpu"
+
+
+def fewest_rows(dtype: torch.dtype) -> int:
+    """Rows that packed products of this dtype have at least."""
+    return ROWS_FOR_AMX if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else FEW_ROWS
 
 
 class WithParts(nn.Module):
@@ -56,11 +67,12 @@ class FastLinear(nn.Module):
         biases = [x.bias for x in linears]
         self.bias = None if biases[0] is None else torch.cat([b.detach() for b in biases if b is not None])
         self.packed = can_pack(weight)
+        self.least_rows = fewest_rows(weight.dtype) if self.packed else 0
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS) if self.packed else weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.packed and not torch.is_grad_enabled():
-            padded = pad_rows(hidden, FEW_ROWS)
+            padded = pad_rows(hidden, self.least_rows)
             product: Tensor = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], "")
             return product if padded is hidden else product[..., : hidden.shape[-2], :]
         return F.linear(hidden, self.unpacked(), self.bias)
@@ -77,10 +89,7 @@ def pad_rows(hidden: Tensor, rows: int) -> Tensor:
 
 
 class FastNorm(nn.Module):
-    """RMS norm; Gemma's stores its weight as a distance from one.
-
-    On CPUs `F.rms_norm` is eleven kernels, and these are six; one value in ten thousand or more rounds otherwise.
-    """
+    """RMS norm; Gemma's stores its weight as a distance from one."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -88,15 +97,11 @@ class FastNorm(nn.Module):
         self.eps = getattr(norm, "variance_epsilon", None) or norm.eps
         self.weight = norm.weight.detach() + offset
         self.wide_weight = self.weight.float()
-        self.floor = torch.full_like(self.wide_weight[:1], self.eps)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if hidden.device.type != "cpu" or hidden.dtype not in (torch.float32, torch.bfloat16):
-            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
-        wide = hidden.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.addcmul(self.floor, norm, norm, value=1.0 / len(self.weight)).rsqrt_()
-        return (wide * scale).mul_(self.wide_weight).to(hidden.dtype)
+        if fused.fits(hidden):
+            return fused.norm(hidden, self.wide_weight, self.eps)
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 def fast_norm(module: Any) -> Any:
@@ -114,18 +119,26 @@ class FastMLP(WithParts):
         super().__init__()
         self.gate_up = FastLinear([mlp.gate_proj, mlp.up_proj])
         self.down = FastLinear([mlp.down_proj])
-        self.act = mlp.act_fn
+        self.act, self.gate = mlp.act_fn, fused.gate_of(mlp.act_fn)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.gate is not None and fused.fits(hidden):
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            return self.fused(flat, len(flat)).view(hidden.shape)
         gate, up = self.gate_up.forward(hidden).chunk(2, dim=-1)
         return self.down.forward(self.act.forward(gate).mul_(up))
 
+    def fused(self, hidden: Tensor, rows: int, paged: Any = None) -> Tensor:
+        """Of [rows or more, hidden] the first rows. paged: lends room."""
+        gate_up = self.gate_up.forward(hidden)
+        shape = max(rows, self.down.least_rows), gate_up.shape[1] // 2
+        inner = gate_up.new_zeros(shape) if paged is None else paged.room("inner", *shape, gate_up)
+        assert self.gate is not None, "only some activations have a kernel"
+        return self.down.forward(fused.gated(gate_up, self.gate, rows, inner))[:rows]
+
 
 class FastAttention(WithParts):
-    """Rotary attention over the paged cache: optional norms on query and key, grouped heads, window, soft cap.
-
-    Hidden states may have more rows than the pass has tokens (`pad_rows`); the last ones are not attended to.
-    """
+    """Rotary attention over the paged cache: optional norms on query and key, grouped heads, window, soft cap."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -138,12 +151,18 @@ class FastAttention(WithParts):
         self.output = FastLinear([attention.o_proj])
         self.q_norm = fast_norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.k_norm = fast_norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.head_norms: fused.HeadNorms | None = None
+        if isinstance(self.q_norm, FastNorm) and isinstance(self.k_norm, FastNorm):
+            self.head_norms = fused.HeadNorms(self.q_norm.wide_weight, self.k_norm.wide_weight, self.q_norm.eps)
+        self.can_fuse = self.q_norm is None or self.head_norms is not None
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any, **_: Any
     ) -> tuple[Tensor, None]:
-        rows, tokens = hidden_states.shape[1], paged.batch.num_tokens
-        heads = self.qkv.forward(hidden_states[0])[:tokens].view(tokens, -1, self.head_dim)
+        if self.can_fuse and fused.fits(hidden_states):
+            read = self.fused(hidden_states[0], position_embeddings, paged)
+            return read[: hidden_states.shape[1]].unsqueeze(0), None
+        heads = self.qkv.forward(hidden_states[0]).view(hidden_states.shape[1], -1, self.head_dim)
         rotated, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
@@ -152,7 +171,19 @@ class FastAttention(WithParts):
             [self.num_heads, self.num_kv_heads], dim=1
         )
         read = paged.attend(self.layer_index, query, key, value, self.scaling, self.window, self.softcap)
-        return self.output.forward(pad_rows(read.view(tokens, -1), rows)).unsqueeze(0), None
+        return self.output.forward(read.view(len(read), -1)).unsqueeze(0), None
+
+    def fused(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any) -> Tensor:
+        """[tokens or more, hidden], the last ones of no meaning, from the same, by kernels."""
+        tokens = paged.batch.num_tokens
+        query = paged.room("query", tokens, self.num_heads * self.head_dim, hidden)
+        query = query.view(tokens, self.num_heads, self.head_dim)
+        keys, values = paged.storage(self.layer_index, hidden, self.num_kv_heads, self.head_dim)
+        turn, slots = paged.cos_sin(position_embeddings), paged.batch.slots
+        fused.rotate(self.qkv.forward(hidden), turn, slots, query, keys, values, self.head_norms)
+        rows = max(tokens, self.output.least_rows)
+        read = paged.read(query, keys, values, self.scaling, self.window, self.softcap, rows)
+        return self.output.forward(read.view(len(read), -1))
 
 
 class FastLayer(WithParts):
@@ -177,9 +208,20 @@ class FastLayer(WithParts):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any, **_: Any
     ) -> Tensor:
+        if self.self_attn.can_fuse and self.mlp.gate is not None and fused.fits(hidden_states):
+            return self._fused(hidden_states[0], position_embeddings, paged).unsqueeze(0)
         read, _ = self.self_attn.forward(self.input_layernorm.forward(hidden_states), position_embeddings, paged)
         hidden_states = hidden_states + read
         return hidden_states + self.mlp.forward(self.post_attention_layernorm.forward(hidden_states))
+
+    def _fused(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any) -> Tensor:
+        """By kernels, with what is normed in one place that has room for packed products."""
+        rows, before, after = len(hidden), self.input_layernorm, self.post_attention_layernorm
+        normed = paged.room("normed", max(rows, self.self_attn.qkv.least_rows), hidden.shape[1], hidden)
+        fused.norm(hidden, before.wide_weight, before.eps, normed)
+        read = self.self_attn.fused(normed, position_embeddings, paged)
+        hidden = fused.add_norm(hidden.contiguous(), read, after.wide_weight, after.eps, normed)
+        return hidden + self.mlp.fused(normed, rows, paged)
 
 
 def signed_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,12 +247,6 @@ def layer_window(attention: Any) -> int | None:
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return attention.config.sliding_window if attention.config.model_type == "mistral" else None
-
-
-def rows_of_passes(layers: nn.ModuleList) -> int:
-    """Rows that a pass through these layers is padded to at least: none where some layer would attend to them."""
-    parts = [layer.self_attn for layer in layers]
-    return FEW_ROWS if all(isinstance(part, FastAttention) and part.qkv.packed for part in parts) else 0
 
 
 def fast_layer(layer: Any) -> Any:

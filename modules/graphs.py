@@ -208,7 +208,7 @@ class Graphs:
         )
         count = seqs * tokens
         ends = list(range(0, count + 1, tokens))
-        batch = RaggedBatch(zeros(count), zeros(count), ends, zeros(count), (), 1, [])
+        batch = RaggedBatch(zeros(count), zeros(count), ends, zeros(count), (), 1)
         batch.groups = [group]
         return Recording(zeros(count, self.model.hidden_size, dtype=self.model.dtype), batch, group)
 

@@ -17,9 +17,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from .attention import Attention, paged_attention
+from .attention import Attention, paged_attention, reference_attention
 from .batch import RaggedBatch
-from .fast import FastLayer, FastLinear, fast_norm, layer_window, pad_rows, rows_of_passes, signed_halves, speed_up
+from .fast import FastLayer, FastLinear, fast_norm, layer_window, pad_rows, signed_halves, speed_up
+from .fused import prepare
 from .graphs import Graphs, Recorder
 from .kv_cache import PagedKVCache
 
@@ -58,12 +59,21 @@ class Paged:
     cache: PagedKVCache | None
     attention: Attention
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rooms: dict[str, Tensor] = field(default_factory=dict)
 
     def halves(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """`signed_halves` of one of the pass's embeddings, made once."""
         key = id(position_embeddings)
         if key not in self.rotations:
             self.rotations[key] = signed_halves(*position_embeddings)
+        return self.rotations[key]
+
+    def cos_sin(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """transformers' [1, tokens, head_dim] cos and sin as kernels take them: [tokens, head_dim], in one piece."""
+        key = -id(position_embeddings)
+        if key not in self.rotations:
+            cos, sin = position_embeddings
+            self.rotations[key] = cos[0].contiguous(), sin[0].contiguous()
         return self.rotations[key]
 
     def attend(
@@ -79,6 +89,38 @@ class Paged:
         """[tokens, heads, head_dim] what the new tokens read, their own keys and values included; see `write`."""
         keys, values = self.write(layer, key, value)
         return self.attention(query, keys, values, self.batch, scaling, window, softcap)
+
+    def storage(self, layer: int, like: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
+        """Where new keys and values go, by the batch's `slots`, and attention reads from: the cache, or room for these
+        alone."""
+        if self.cache is not None:
+            return self.cache.layer(layer)
+        shape = (self.batch.num_tokens, heads, size)
+        return like.new_empty(shape), like.new_empty(shape)
+
+    def room(self, name: str, rows: int, width: int, like: Tensor) -> Tensor:
+        """[rows, width] to be written and then read, the same in all layers of the pass; zeros at first."""
+        found = self.rooms.get(name)
+        if found is None or found.shape != (rows, width):
+            found = self.rooms[name] = like.new_zeros(rows, width)
+        return found
+
+    def read(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        rows: int,
+    ) -> Tensor:
+        """[rows, heads, head_dim] what the new tokens read, from keys and values that hold their own; rows: at least as
+        many as there are tokens, the last ones of no meaning."""
+        if self.attention is not paged_attention:
+            return pad_rows(self.attention(query, keys, values, self.batch, scaling, window, softcap).flatten(1), rows)
+        out = self.room("read", rows, query.shape[1] * query.shape[2], query).view(rows, *query.shape[1:])
+        return paged_attention(query, keys, values, self.batch, scaling, window, softcap, out)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put new keys and values, [tokens, kv_heads, head_dim], in their slots; returns what attention reads from."""
@@ -131,18 +173,17 @@ class LayeredModel(nn.Module):
     The model passed in is changed in place (its attention, and with `fast` its modules) and should not be used
     otherwise.
     fast: swap in the faster modules of `fast.py`, for inference only; off for training.
-    attention: what all layers call; `flex_paged_attention` is for inference on GPUs.
+    attention: what all layers call; None: `paged_attention` for fast models, else the reference. `flex_paged_attention`
+        is for inference on GPUs.
 
     Raises ValueError for an unsupported architecture.
     """
 
     is_fast: bool = False
-    least_rows: int = 0
-    """Rows that passes are padded to where fewer take longer; see `fast.FEW_ROWS`."""
     graphs: Graphs | None = None
     """Recordings of passes over one cache; see `record_passes`."""
 
-    def __init__(self, hf_model: PreTrainedModel, fast: bool = True, attention: Attention = paged_attention) -> None:
+    def __init__(self, hf_model: PreTrainedModel, fast: bool = True, attention: Attention | None = None) -> None:
         super().__init__()
         check_supported(hf_model.config)
         self.config = hf_model.config.get_text_config()
@@ -153,12 +194,13 @@ class LayeredModel(nn.Module):
         self.norm = decoder.final_layer_norm if self.config.model_type == "opt" else decoder.norm
         self.softcap = getattr(self.config, "final_logit_softcapping", None)
         self.eos_token_ids = _eos_token_ids(hf_model)
-        self.is_fast, self.attention = fast, attention
+        self.is_fast = fast
+        self.attention = attention or (paged_attention if fast else reference_attention)
         self.rotary_kinds = _rotary_kinds(decoder)
         if fast:
+            prepare(self.dtype, self.device)
             self.requires_grad_(False).eval()
             speed_up(decoder.layers)
-            self.least_rows = rows_of_passes(decoder.layers)
             self.head = FastLinear([self.head])
             self.norm = fast_norm(self.norm)
 
@@ -221,7 +263,7 @@ class LayeredModel(nn.Module):
         """
         if record is None and self.device.type != "cuda":
             raise ValueError(f"cuda_graphs needs a model on a CUDA device, this one is on {self.device}")
-        if self.attention is not paged_attention:
+        if self.attention not in (paged_attention, reference_attention):
             raise ValueError("passes can be recorded with the reference attention only")
         self.graphs = Graphs(self, cache, record)
 
@@ -257,10 +299,10 @@ class LayeredModel(nn.Module):
         """`run`, never from a recording."""
         assert len(hidden) == batch.num_tokens, f"{len(hidden)} hidden states of {batch.num_tokens} tokens"
         assert 0 <= start <= stop <= self.num_layers, f"layers [{start}, {stop}) of {self.num_layers}"
-        paged, states = Paged(batch, cache, self.attention), pad_rows(hidden, self.least_rows).unsqueeze(0)
+        paged, states = Paged(batch, cache, self.attention), hidden.unsqueeze(0)
         for index, layer in enumerate(list(self.decoder.layers)[start:stop], start):
             states = self._through(layer, index, states, paged)
-        return states[0, : len(hidden)]
+        return states[0]
 
     def run_layer(
         self,

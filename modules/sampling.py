@@ -28,6 +28,7 @@ from transformers.generation.logits_process import (
 )
 
 from .acceptance import Dense, Distribution, Drawn, OneHot, Peak
+from .fused import fits, leading
 from .sampling_params import Processor, SamplingParams
 from .transfer import Fetch, is_apart, to_device
 
@@ -148,7 +149,7 @@ class LogitsPipeline:
         None for a row that defines none.
         """
         if self.is_greedy:
-            values, ids = (fetch.add(found) for found in rows.max(dim=-1))
+            values, ids = (fetch.add(found) for found in _greatest(rows))
             size = rows.shape[-1]
             return lambda got: [
                 OneHot(token_id, size) if value > -math.inf else None
@@ -204,10 +205,19 @@ def _make_warpers(params: SamplingParams) -> list[Processor]:
 
 def greedy_ids(logits: Float[Tensor, "rows vocab"]) -> list[int]:
     """The most likely token of each row, the first of equals as in transformers. ValueError for a row that has none."""
-    values, ids = logits.max(dim=-1)  # unlike argmax fast in bfloat16 on CPUs, and NaN shows in the values
+    values, ids = _greatest(logits)
     if not bool((values > -math.inf).all()):
         raise _no_distribution(logits)
     return ids.tolist()
+
+
+def _greatest(logits: Float[Tensor, "rows vocab"]) -> tuple[Tensor, Tensor]:
+    """([rows] values, their ids), of equals the first; where there is NaN it shows in the value."""
+    if fits(logits):
+        ids, values, _ = leading(logits, 1)
+        return values[:, 0], ids[:, 0]
+    values, ids = logits.max(dim=-1)  # unlike argmax fast in bfloat16 on CPUs
+    return values, ids
 
 
 def _no_distribution(scores: Float[Tensor, "rows vocab"]) -> ValueError:
@@ -283,9 +293,9 @@ def likeliest(
     among_them: as if there were no others. They come out too high by what the others have, and a pass over the row is
     saved.
 
-    With the vocabulary folded into DEEP layers, the best k lie in the k columns with the greatest maxima: one pass at
-    the speed of memory and a sort of few, where torch.topk over 49152 logits takes several times as long on a CPU. Of
-    equals at the end any may be taken.
+    On CPUs a kernel of ours looks at each number once. Elsewhere, with the vocabulary folded into DEEP layers, the best
+    k lie in the k columns with the greatest maxima: one pass at the speed of memory and a sort of few. Of equals at the
+    end any may be taken.
     """
     at_once = _at_once(logits)
     if len(logits) <= at_once:
@@ -297,6 +307,9 @@ def likeliest(
 def _likeliest(logits: Tensor, k: int, among_them: bool) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     k, width = min(k, vocab), vocab // DEEP
+    if fits(logits):
+        ids, _, among = leading(logits, k)
+        return ids, among if among_them else _log_softmax(logits).gather(1, ids)
     if width <= 2 * k:
         values, ids = logits.topk(k)
     else:
@@ -306,10 +319,13 @@ def _likeliest(logits: Tensor, k: int, among_them: bool) -> tuple[Tensor, Tensor
         ids = torch.cat((ids, rest.expand(rows, -1)), dim=1) if len(rest) else ids
         values, places = logits.gather(1, ids).topk(k)
         ids = ids.gather(1, places)
-    wide = _at_least_float32(logits)
     if among_them:
-        return ids, torch.log_softmax(values, dim=-1, dtype=wide)
-    return ids, torch.log_softmax(logits, dim=-1, dtype=wide).gather(1, ids)
+        return ids, _log_softmax(values)
+    return ids, _log_softmax(logits).gather(1, ids)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits, dim=-1, dtype=_at_least_float32(logits))
 
 
 @lru_cache(maxsize=16)
