@@ -1,9 +1,10 @@
 """Faster equivalents of transformers' modules, swapped in by type for inference.
 
 transformers' own modules are the reference, and every swap is held to them by tests/modules/test_fast.py. What is
-gained: one product for query, key and value and one for gate and up, weights packed once for oneDNN on CPUs (about
-twice as fast in float32, a third faster in bfloat16), fused norms, and rotary embedding in half the passes. Weights are
-moved, not copied, so memory does not grow; a model with these modules cannot be trained.
+gained: one product for query, key and value and one for gate and up, on CPUs weights packed once for oneDNN (about
+twice as fast in float32, a third faster in bfloat16) and kernels for all that lies between products (`fused`), fused
+norms and rotary embedding in half the passes elsewhere. Weights are moved, not copied, so memory does not grow; a model
+with these modules cannot be trained.
 """
 
 from __future__ import annotations
@@ -124,11 +125,11 @@ class FastMLP(WithParts):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.gate is not None and fused.fits(hidden):
             flat = hidden.reshape(-1, hidden.shape[-1])
-            return self.fused(flat, len(flat)).view(hidden.shape)
+            return self.by_kernels(flat, len(flat)).view(hidden.shape)
         gate, up = self.gate_up.forward(hidden).chunk(2, dim=-1)
         return self.down.forward(self.act.forward(gate).mul_(up))
 
-    def fused(self, hidden: Tensor, rows: int, paged: Any = None) -> Tensor:
+    def by_kernels(self, hidden: Tensor, rows: int, paged: Any = None) -> Tensor:
         """Of [rows or more, hidden] the first rows. paged: lends room."""
         gate_up = self.gate_up.forward(hidden)
         shape = max(rows, self.down.least_rows), gate_up.shape[1] // 2
@@ -160,7 +161,7 @@ class FastAttention(WithParts):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any, **_: Any
     ) -> tuple[Tensor, None]:
         if self.can_fuse and fused.fits(hidden_states):
-            read = self.fused(hidden_states[0], position_embeddings, paged)
+            read = self.by_kernels(hidden_states[0], position_embeddings, paged)
             return read[: hidden_states.shape[1]].unsqueeze(0), None
         heads = self.qkv.forward(hidden_states[0]).view(hidden_states.shape[1], -1, self.head_dim)
         rotated, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -173,7 +174,7 @@ class FastAttention(WithParts):
         read = paged.attend(self.layer_index, query, key, value, self.scaling, self.window, self.softcap)
         return self.output.forward(read.view(len(read), -1)).unsqueeze(0), None
 
-    def fused(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any) -> Tensor:
+    def by_kernels(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any) -> Tensor:
         """[tokens or more, hidden], the last ones of no meaning, from the same, by kernels."""
         tokens = paged.batch.num_tokens
         query = paged.room("query", tokens, self.num_heads * self.head_dim, hidden)
@@ -209,19 +210,19 @@ class FastLayer(WithParts):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any, **_: Any
     ) -> Tensor:
         if self.self_attn.can_fuse and self.mlp.gate is not None and fused.fits(hidden_states):
-            return self._fused(hidden_states[0], position_embeddings, paged).unsqueeze(0)
+            return self._by_kernels(hidden_states[0], position_embeddings, paged).unsqueeze(0)
         read, _ = self.self_attn.forward(self.input_layernorm.forward(hidden_states), position_embeddings, paged)
         hidden_states = hidden_states + read
         return hidden_states + self.mlp.forward(self.post_attention_layernorm.forward(hidden_states))
 
-    def _fused(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any) -> Tensor:
+    def _by_kernels(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: Any) -> Tensor:
         """By kernels, with what is normed in one place that has room for packed products."""
         rows, before, after = len(hidden), self.input_layernorm, self.post_attention_layernorm
         normed = paged.room("normed", max(rows, self.self_attn.qkv.least_rows), hidden.shape[1], hidden)
         fused.norm(hidden, before.wide_weight, before.eps, normed)
-        read = self.self_attn.fused(normed, position_embeddings, paged)
+        read = self.self_attn.by_kernels(normed, position_embeddings, paged)
         hidden = fused.add_norm(hidden.contiguous(), read, after.wide_weight, after.eps, normed)
-        return hidden + self.mlp.fused(normed, rows, paged)
+        return hidden + self.mlp.by_kernels(normed, rows, paged)
 
 
 def signed_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

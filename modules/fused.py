@@ -194,7 +194,7 @@ class AttentionPlan:
         items, fold = batch.items, heads // key_heads
         own = [index for index, item in enumerate(items) if len(item.token_ids) <= MOST_TOKENS]
         self.rest = [index for index, item in enumerate(items) if len(item.token_ids) > MOST_TOKENS]
-        self.slots, self.positions, self.block_size = batch.slots, batch.positions, batch.block_size or 1
+        self._kept, block_size = (batch.slots, batch.positions), batch.block_size or 1
         if not own:
             self.tasks = np.empty((0, 3), dtype=np.int64)
             return
@@ -210,7 +210,7 @@ class AttentionPlan:
             item = items[index]
             new, keys = item.size
             texts.append((starts[index], new, item.context_len, begin, item.parents is None))
-            used = -(-item.context_len // self.block_size)
+            used = -(-item.context_len // block_size)
             blocks.extend(item.blocks[:used])
             begin += used
             if item.parents is not None:
@@ -219,6 +219,9 @@ class AttentionPlan:
             self.work += heads * new * keys
         self.texts, self.tasks = np.array(texts, dtype=np.int64), np.array(tasks, dtype=np.int64)
         self.blocks = np.array(blocks, dtype=np.int64)
+        lists = (self.tasks.ctypes.data, self.texts.ctypes.data, self.blocks.ctypes.data, block_size)
+        tokens = (batch.slots.data_ptr(), self.parents.ctypes.data, batch.positions.data_ptr(), self.width)
+        self._addresses = (*lists, *tokens)  # asked for once: numpy takes a microsecond for each
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scaling: float, window: int, softcap: float
@@ -237,14 +240,7 @@ class AttentionPlan:
             keys.data_ptr(),
             values.data_ptr(),
             out.data_ptr(),
-            self.tasks.ctypes.data,
-            self.texts.ctypes.data,
-            self.blocks.ctypes.data,
-            self.block_size,
-            self.slots.data_ptr(),
-            self.parents.ctypes.data,
-            self.positions.data_ptr(),
-            self.width,
+            *self._addresses,
             window,
             _bits(scaling),
             _bits(softcap),

@@ -323,7 +323,7 @@ class LayeredModel(nn.Module):
         rotary = self._rotary(states, paged.batch, place)
         if isinstance(layer, FastLayer):
             assert rotary is not None, "fast layers have rotary attention"
-            return layer(states, rotary, paged)
+            return layer.forward(states, rotary, paged)
         positions = paged.batch.positions.unsqueeze(0)
         return layer(states, attention_mask=None, position_ids=positions, position_embeddings=rotary, paged=paged)
 

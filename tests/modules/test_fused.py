@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from speclight.modules import fused
+from speclight.modules import fused, kernels
 from speclight.modules.attention import paged_attention, reference_attention
 from speclight.modules.batch import BatchItem, RaggedBatch
 from speclight.modules.kernels import WORTH_A_THREAD
@@ -314,6 +315,34 @@ def test_nan_is_greater_than_all():
     assert values[0, 0].isnan() and ids[0, 0] == 150 and ids[0, 1] == logits[0].nan_to_num(-9.0).argmax()
     assert values[1].isnan().all() and ids[1].tolist() == [3, 190]
     assert values[2].isfinite().all()
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_who_must_wait_for_compiling_is_told_before(monkeypatch, on_disk):
+    """Once, and not for models that need no kernels."""
+    events = []
+
+    def found(name, dtype):
+        events.append(name)
+        return SimpleNamespace(was_on_disk=on_disk)
+
+    monkeypatch.setattr(fused, "_kernel", found)
+    for dtype, device in ((torch.float64, "cpu"), (torch.float16, "cpu"), (torch.bfloat16, "meta")):
+        fused.prepare(dtype, torch.device(device), lambda: events.append("told"))
+    assert events == []
+    fused.prepare(torch.bfloat16, torch.device("cpu"), lambda: events.append("told"))
+    assert events == ["norm", *([] if on_disk else ["told"]), "add_norm", "gated", "rotate", "attend", "leading"]
+
+
+def test_kernels_need_no_folder_to_be_kept_in(monkeypatch):
+    """Where neither the package's folder nor the user's can be written to, they are compiled at each start."""
+
+    def nowhere(**_):
+        raise RuntimeError("cannot cache function: no locator available")
+
+    assert kernels._can_cache()
+    monkeypatch.setattr(kernels, "njit", nowhere)
+    assert not kernels._can_cache()
 
 
 def test_gradients_devices_and_other_dtypes_are_left_to_torch():
