@@ -43,11 +43,13 @@ DRAFT_SECONDS = 0.4
 
 @dataclass(frozen=True)
 class Load:
-    """A step before drafting: its sequences, their tokens to be run, and those in the cache."""
+    """A step before drafting: its sequences, their tokens to be run, and those in the cache. beside: tokens of the same
+    pass that belong to prompts, or to texts that others draft for."""
 
     sequences: int
     tokens: int
     context: int
+    beside: int = 0
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,10 @@ class AutoDrafter(Drafter):
         self.shown = ShownTexts(self.arms, self.budget)
         self._observing = self._own = 0.0
         self._row = ROW_SECONDS
-        self._bounds: dict[int, tuple[int, int, float]] = {}  # by number of texts: the step, `most`, what was found
+        self._bounds: dict[tuple[int, bool], tuple[int, int, float]] = {}  # by texts, and whether prompts are beside
         self._reads: dict[int, bool] = {}  # whether a text's prompt is read
         self._running: SequenceOf[Sequence] = ()
+        self._scheduled = 0  # tokens of the pass without drafts
         self._step: _Step | None = None
 
     def attach(self, model: LayeredModel, cache: PagedKVCache) -> None:
@@ -212,8 +213,8 @@ class AutoDrafter(Drafter):
         self.tree.read(sequence, positions, rows)
         self._row = smoothed(self._row, (self.clock() - started) / len(positions))
 
-    def scheduled(self, running: SequenceOf[Sequence]) -> None:
-        self._running = running
+    def scheduled(self, running: SequenceOf[Sequence], tokens: int) -> None:
+        self._running, self._scheduled = running, tokens
 
     def release(self, sequence_id: int) -> None:
         self._patience.pop(sequence_id, None)
@@ -235,7 +236,7 @@ class AutoDrafter(Drafter):
 
     def propose(self, sequences: SequenceOf[Sequence]) -> list[TokenTree]:
         started = self.clock()
-        step = self._step = _Step(_load(sequences))
+        step = self._step = _Step(_load(sequences, self._scheduled))
         self._steps += 1
         step.grown = self._grow(sequences, step)
         step.overhead = self.clock() - started
@@ -250,14 +251,15 @@ class AutoDrafter(Drafter):
 
     def _hopeless(self, load: Load, most: int) -> float:
         """The probability at which a node does not pay in any draft of up to `most` nodes; weighed every few steps."""
-        asked, of, found = self._bounds.get(load.sequences, (-WEIGHED_EVERY, 0, 0.0))
+        kind = load.sequences, load.beside > 0
+        asked, of, found = self._bounds.get(kind, (-WEIGHED_EVERY, 0, 0.0))
         if self._steps < asked + WEIGHED_EVERY and most <= of:
             return found
         assert self.cost is not None, "attach() makes one"
         fewest = max(load.sequences, LEAST_NODES)
-        price = self.cost.node(fewest, most, load.tokens, load.sequences, load.context)
+        price = self.cost.node(fewest, most, load.tokens, load.sequences, load.context, load.beside)
         found = HOPELESS * price * load.sequences / max(self._trust.value, 0.5)
-        self._bounds[load.sequences] = self._steps, most, found
+        self._bounds[kind] = self._steps, most, found
         return found
 
     def _grow(self, sequences: SequenceOf[Sequence], step: _Step) -> dict[int, _Grown]:
@@ -303,7 +305,8 @@ class AutoDrafter(Drafter):
         step.arm, step.plan = self._choose_arm({arm: some for arm, some in allowed.items() if some}, step, trees)
         if step.arm is None:
             self._keep(step, trees)
-        self._settle_patience(sequences, step, trees)
+        if not step.load.beside:  # what a try brings beside prompts says nothing of steps without them
+            self._settle_patience(sequences, step, trees)
         if step.arm is not None:
             return self._chain_trees(sequences, allowed[step.arm], step)
         return [self._kept_tree(sequence, step) for sequence in sequences]
@@ -311,7 +314,7 @@ class AutoDrafter(Drafter):
     def _seconds(self, load: Load, nodes: int) -> list[float]:
         """Of steps with 0 ... so many nodes of trees, and what is learned from them."""
         assert self.cost is not None, "attach() makes one"
-        found = self.cost.drafted(nodes, load.tokens, load.sequences, load.context)
+        found = self.cost.drafted(nodes, load.tokens, load.sequences, load.context, load.beside)
         return [one + self._observing for one in found]
 
     def _choose_arm(
@@ -500,9 +503,8 @@ def _grown_nodes(scores: SequenceOf[float]) -> int:
     return max(len(scores), 1)
 
 
-def _load(sequences: SequenceOf[Sequence]) -> Load:
-    return Load(
-        len(sequences),
-        sum(sequence.num_pending for sequence in sequences),
-        sum(sequence.table.length for sequence in sequences),
-    )
+def _load(sequences: SequenceOf[Sequence], scheduled: int) -> Load:
+    """scheduled: tokens of the whole pass, texts of others and prompts included."""
+    tokens = sum(sequence.num_pending for sequence in sequences)
+    context = sum(sequence.table.length for sequence in sequences)
+    return Load(len(sequences), tokens, context, max(scheduled - tokens, 0))

@@ -180,26 +180,35 @@ class CostModel:
         raw = self._raw(point, way, sequences, context, share, unembedded)
         return raw * sum([weight * self._factors[one] for one, weight in self._measured_near(point, way)])
 
-    def drafted(self, nodes: int, tokens: int, sequences: int = 1, context: float | None = None) -> list[float]:
+    def drafted(
+        self, nodes: int, tokens: int, sequences: int = 1, context: float | None = None, beside: int = 0
+    ) -> list[float]:
         """[nodes + 1] of passes over so many new tokens and 0 ... `nodes` drafted ones besides.
+
+        beside: tokens of prompts in the same pass. What they take is left out, for it is taken whatever is drafted; but
+        behind them a drafted token costs what it does in a large pass.
 
         In passes over several sequences trees of unlike sizes attend in calls of their own: what their nodes have cost
         more than as many tokens of one is put on their price.
         """
-        found = [self.seconds(tokens + count, sequences, context) for count in range(nodes + 1)]
-        if sequences == 1:
+        found = [self.seconds(tokens + beside + count, sequences, context) for count in range(nodes + 1)]
+        if sequences == 1 and not beside:
             return found
-        return [found[0] + self._markup.value * (one - found[0]) for one in found]
+        plain = self.seconds(tokens, sequences, context) if beside else found[0]
+        markup = self._markup.value if sequences > 1 else 1.0
+        return [plain + markup * (one - found[0]) for one in found]
 
-    def node(self, fewest: int, most: int, tokens: int, sequences: int = 1, context: float | None = None) -> float:
-        """Price of a drafted node as a fraction of the undrafted pass: the lowest mean price among drafts of `fewest`,
-        2 `fewest`, ... up to `most` nodes. Where passes are dear at first and flat from some size on, that is a large
-        draft's."""
-        plain = self.seconds(tokens, sequences, context)
+    def node(
+        self, fewest: int, most: int, tokens: int, sequences: int = 1, context: float | None = None, beside: int = 0
+    ) -> float:
+        """Price of a drafted node as a fraction of the undrafted pass, without what is `beside`: the lowest mean price
+        among drafts of `fewest`, 2 `fewest`, ... up to `most` nodes. Where passes are dear at first and flat from some
+        size on, that is a large draft's."""
+        plain, begun = (self.seconds(tokens + count, sequences, context) for count in (0, beside))
         sizes = [fewest]
         while 2 * sizes[-1] <= most:
             sizes.append(2 * sizes[-1])
-        least = min([(self.seconds(tokens + size, sequences, context) - plain) / size for size in sizes])
+        least = min([(self.seconds(tokens + beside + size, sequences, context) - begun) / size for size in sizes])
         return least / plain * (self._markup.value if sequences > 1 else 1.0)
 
     def row(self) -> float:

@@ -157,9 +157,9 @@ class Drafter:
     def observe(self, observations: SequenceOf[Observation]) -> None:
         """Learn from verified steps. Called once per pass, before what was emitted is handed to the user."""
 
-    def scheduled(self, running: SequenceOf[Sequence]) -> None:
+    def scheduled(self, running: SequenceOf[Sequence], tokens: int) -> None:
         """Called by the engine before every pass: its list of all texts under way, those whose prompt is being read
-        included."""
+        included, and the tokens that the pass will run without drafts."""
 
     def timed(self, seconds: float, new_tokens: int, sequences: int) -> None:
         """How long the engine's last pass took, drafting and all, with so many new tokens of so many sequences.

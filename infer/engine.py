@@ -293,7 +293,7 @@ class Engine:
         if not plan:
             return chunks
         scheduled = time.perf_counter()
-        self._tell_drafters("scheduled", self.scheduler.running)
+        self._tell_drafters("scheduled", self.scheduler.running, sum(item.num_tokens for item in plan))
         trees = self._propose([item.sequence for item in plan if item.reaches_root])
         drafted = time.perf_counter()
         steps = [_Step(item, trees.get(item.sequence.sequence_id)) for item in plan]

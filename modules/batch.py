@@ -235,8 +235,9 @@ class RaggedBatch:
 
 def _new_slots(item: BatchItem, block_size: int) -> np.ndarray:
     """[new] slot of each new token."""
-    places = np.arange(item.context_len, item.context_len + len(item.token_ids))
-    assert len(item.blocks) * block_size > places[-1], "a sequence's blocks have no room for its new tokens"
+    _, end = item.size
+    assert len(item.blocks) * block_size >= end, "a sequence's blocks have no room for its new tokens"
+    places = np.arange(item.context_len, end)
     return np.asarray(item.blocks, dtype=np.int64)[places // block_size] * block_size + places % block_size
 
 

@@ -465,8 +465,8 @@ def test_it_knows_whose_prompts_are_being_read_besides_those_that_it_drafts_for(
     clock, running = Clock(), []
 
     class Noting(Timed):
-        def scheduled(self, texts):
-            super().scheduled(texts)
+        def scheduled(self, texts, tokens):
+            super().scheduled(texts, tokens)
             running.append([text.num_emitted for text in texts])
 
     drafter = Noting(ScriptedTrees(clock, long_texts(), True), clock=clock, real=CHEAP, cost=CostModel(CHEAP))
@@ -480,6 +480,30 @@ def test_it_knows_whose_prompts_are_being_read_besides_those_that_it_drafts_for(
     engine.step()
     assert [len(one) for one in running] == [1, 1, 1, 2]
     assert running[-1][0] > 0 == running[-1][1]
+
+
+def test_drafts_are_priced_by_the_pass_that_they_are_run_in():
+    """Beside a prompt's chunk a drafted token is one of a large pass; and what a try brings there is not remembered."""
+    clock, beside = Clock(), []
+    drafter = Timed(ScriptedTrees(clock, long_texts(), True), clock=clock, real=CHEAP, cost=CostModel(CHEAP), bound=4)
+    priced = drafter.cost.drafted
+
+    def noted(*load):
+        beside.append(load[-1])
+        return priced(*load)
+
+    drafter.cost.drafted = noted
+    engine = Engine(
+        tiny_lm(), drafters=[drafter], default_method="auto", strict=True, num_blocks=400, max_batch_tokens=4
+    )
+    engine.add(PROMPTS[0], GenerationParams(max_new_tokens=20))
+    while not beside:
+        engine.step()
+    alone = drafter._typical.tried
+    engine.add(PROMPTS[2], GenerationParams(max_new_tokens=20))
+    engine.step()
+    assert beside[0] == 0 and beside[-1] == 3, "four tokens in the pass, of which one is the text's own"
+    assert drafter._typical.tried == alone
 
 
 def test_a_pass_with_prompts_in_it_teaches_nothing_about_costs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -366,3 +367,17 @@ def test_the_command_refuses_a_damaged_calibration_until_it_is_overwritten(tmp_p
     error = capsys.readouterr().err
     assert str(path) in error and "identity must be a dict, got 'x'" in error and "--overwrite" in error
     assert main([*command, "--overwrite"]) == main(command) == 0
+
+
+def test_beside_a_prompt_a_drafted_token_costs_what_it_does_in_a_large_pass():
+    """Passes are flat up to 32 tokens here and dear behind: what is free alone is not free beside 500 tokens."""
+    model = CostModel(Calibration((1, 32, 64), (0.020, 0.020, 0.040), (0.0, 0.0, 0.0)))
+    alone, beside = model.drafted(8, 4, 1), model.drafted(8, 4, 1, beside=500)
+    assert alone == [0.020] * 9
+    assert beside[0] == alone[0], "the prompt is run whatever is drafted"
+    steps = [later - earlier for earlier, later in itertools.pairwise(beside)]
+    assert steps == pytest.approx([0.020 / 32] * 8)
+    assert model.node(8, 8, 4, 1) == 0.0
+    assert model.node(8, 8, 4, 1, beside=500) == pytest.approx(0.020 / 32 / 0.020)
+    several = model.drafted(8, 4, 4, beside=500)
+    assert several[8] - several[0] == pytest.approx(8 * 0.020 / 32), "without a markup so far"
