@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_TOKENS = 64
 """New tokens of a text that its kernel attends for: torch's attention multiplies more of them faster."""
-SCORES = 1 << 17
-"""Scores that a task of attention keeps at once, at most, but for one block of rows: 512 KiB."""
+MOST_ROWS, SCORES = 64, 1 << 17
+"""Queries of a task of attention, and scores that it keeps at once (512 KiB), but for one block of rows: at most."""
 GATES = {"SiLUActivation": (0.0, 1.0), "SiLU": (0.0, 1.0), "GELUTanh": (0.044715, 2.0 * math.sqrt(2.0 / math.pi))}
 """(cubic, slope) of the activations that `gated` computes, by their class in transformers."""
 
@@ -42,16 +42,12 @@ def fits(*tensors: Tensor) -> bool:
     )
 
 
-_KERNELS: dict[tuple[str, torch.dtype], Kernel] = {}
-
-
+@functools.cache
 def _kernel(name: str, dtype: torch.dtype) -> Kernel:
-    found = _KERNELS.get((name, dtype))
-    if found is None:
-        from .kernels import kernel
+    """Compiled when first asked for, in seconds; later runs find it in numba's cache on disk."""
+    from .kernels import ENTRIES, Kernel
 
-        found = _KERNELS[name, dtype] = kernel(name, dtype)
-    return found
+    return Kernel(ENTRIES[name, dtype])
 
 
 def prepare(dtype: torch.dtype, device: torch.device, tell: Callable[[], None] = lambda: None) -> None:
@@ -191,16 +187,17 @@ class AttentionPlan:
     """
 
     def __init__(self, batch: RaggedBatch, heads: int, key_heads: int) -> None:
-        items, fold = batch.items, heads // key_heads
+        from .kernels import KEYS_AT_ONCE, ROWS_AT_ONCE
+
+        items, fold, block_size = batch.items, heads // key_heads, batch.block_size or 1
         own = [index for index, item in enumerate(items) if len(item.token_ids) <= MOST_TOKENS]
         self.rest = [index for index, item in enumerate(items) if len(item.token_ids) > MOST_TOKENS]
-        self._kept, block_size = (batch.slots, batch.positions), batch.block_size or 1
         if not own:
             self.tasks = np.empty((0, 3), dtype=np.int64)
             return
         widest = max(items[index].size[1] for index in own)
-        self.width = _up_to_whole(widest, 32)
-        self.rows = min(_up_to_whole(fold * MOST_TOKENS, 4), max(SCORES // self.width // 4 * 4, 4), 64)
+        self.width = -(-widest // KEYS_AT_ONCE) * KEYS_AT_ONCE
+        self.rows = min(max(SCORES // self.width // ROWS_AT_ONCE, 1) * ROWS_AT_ONCE, MOST_ROWS)
         starts, begin = batch.cu_seqlens, 0
         texts, tasks = [], []
         blocks: list[int] = []
@@ -221,7 +218,7 @@ class AttentionPlan:
         self.blocks = np.array(blocks, dtype=np.int64)
         lists = (self.tasks.ctypes.data, self.texts.ctypes.data, self.blocks.ctypes.data, block_size)
         tokens = (batch.slots.data_ptr(), self.parents.ctypes.data, batch.positions.data_ptr(), self.width)
-        self._addresses = (*lists, *tokens)  # asked for once: numpy takes a microsecond for each
+        self._addresses = (*lists, *tokens)  # asked for once; the batch, which keeps this plan, keeps its tensors
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scaling: float, window: int, softcap: float
@@ -251,7 +248,3 @@ class AttentionPlan:
 def attention_plan(batch: RaggedBatch, heads: int, key_heads: int) -> AttentionPlan:
     plan: AttentionPlan = batch.plan(("kernels", heads, key_heads), lambda: AttentionPlan(batch, heads, key_heads))
     return plan
-
-
-def _up_to_whole(count: int, size: int) -> int:
-    return -(-count // size) * size

@@ -958,9 +958,3 @@ def _openmp() -> Any:
             parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
             return parallel
     return None
-
-
-@functools.cache
-def kernel(name: str, dtype: torch.dtype) -> Kernel:
-    """By name, compiled when first asked for, in seconds; later runs find it in numba's cache on disk."""
-    return Kernel(ENTRIES[name, dtype])

@@ -58,19 +58,19 @@ class Paged:
     batch: RaggedBatch
     cache: PagedKVCache | None
     attention: Attention
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rotations: dict[tuple[str, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     rooms: dict[str, Tensor] = field(default_factory=dict)
 
     def halves(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """`signed_halves` of one of the pass's embeddings, made once."""
-        key = id(position_embeddings)
+        key = "halves", id(position_embeddings)
         if key not in self.rotations:
             self.rotations[key] = signed_halves(*position_embeddings)
         return self.rotations[key]
 
     def cos_sin(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """transformers' [1, tokens, head_dim] cos and sin as kernels take them: [tokens, head_dim], in one piece."""
-        key = -id(position_embeddings)
+        key = "cos, sin", id(position_embeddings)
         if key not in self.rotations:
             cos, sin = position_embeddings
             self.rotations[key] = cos[0].contiguous(), sin[0].contiguous()
